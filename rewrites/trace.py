@@ -1,0 +1,192 @@
+"""A graph of the model's modules: by torch.fx on symbols alone or, where forward asks for values, beside a real sample."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sj_tac import host
+from sj_tac.errors import TraceError
+
+
+class _LeafTracer(fx.Tracer):
+    """Keeps step modules and the host's layers whole, and remembers which module it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[nn.Module] = []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return host.is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.entered.append(m)
+        result = super().call_module(m, forward, args, kwargs)
+        self.entered.pop()
+        return result
+
+    def where(self) -> str:
+        """The innermost module whose forward was running when tracing stopped."""
+        if not self.entered:
+            return f"the forward of {type(self.root).__name__}"
+        module = self.entered[-1]
+        name = self.submodule_paths.get(module, "?") if self.submodule_paths else "?"
+        return f"module {name!r} ({type(module).__name__})"
+
+
+class _ValueProxy(fx.Proxy):
+    """A proxy that holds the tensor it stands for, so that questions about its shape or content have an answer."""
+
+    def __init__(self, node: fx.Node, tracer: _ValueTracer, held: Any) -> None:
+        super().__init__(node, tracer)
+        self._held = held
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._held, name)
+        if callable(found):
+            return lambda *args, **kwargs: self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
+        if isinstance(found, Tensor):
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Any:
+        return iter([self.tracer.create_proxy("call_function", operator.getitem, (self, i), {}) for i in range(len(self))])
+
+    def __int__(self) -> int:
+        return int(self._held)
+
+    def __float__(self) -> float:
+        return float(self._held)
+
+    def __index__(self) -> int:
+        return int(self._held)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_holds_tensor(v) for v in value)
+    if isinstance(value, dict):
+        return any(_holds_tensor(v) for v in value.values())
+    return isinstance(value, Tensor)
+
+
+class _ValueTracer(_LeafTracer):
+    """Runs the model on ``example`` while it records; whatever is not a tensor (shapes, flags) is a plain value.
+
+    The graph is good for looking at which modules feed which. It is not run again: shapes are frozen into it.
+    """
+
+    def __init__(self, example: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._inputs = list(example)
+        self._running = False
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._running:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._running:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
+    ) -> Any:
+        value = self._value(kind, target, args, kwargs)
+        if not _holds_tensor(value):
+            return value
+
+        def make(node: fx.Node) -> fx.Proxy:
+            return _ValueProxy(node, self, value)
+
+        return super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
+
+    def _value(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def held(item: Any) -> Any:
+            return item._held if isinstance(item, _ValueProxy) else item
+
+        values = torch.utils._pytree.tree_map(held, args)
+        named = torch.utils._pytree.tree_map(held, kwargs)
+        if kind == "placeholder":
+            return self._inputs.pop(0) if self._inputs else (values[0] if values else None)
+        if kind == "get_attr":
+            found: Any = self.root
+            for part in str(target).split("."):
+                found = getattr(found, part)
+            return found
+        self._running = True
+        try:
+            if kind == "call_module":
+                return self.root.get_submodule(target)(*values, **named)
+            if kind == "call_method":
+                return getattr(values[0], target)(*values[1:], **named)
+            return target(*values, **named)
+        finally:
+            self._running = False
+
+
+def _defaults(model: nn.Module, given: int) -> dict[str, Any]:
+    """Arguments of forward that have a default and that the caller does not give: not part of the data flow."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    return {p.name: p.default for p in parameters[given:] if p.default is not inspect.Parameter.empty}
+
+
+def as_arguments(example_input: Any) -> tuple[Any, ...]:
+    """``example_input`` as the positional arguments of forward."""
+    return tuple(example_input) if isinstance(example_input, (tuple, list)) else (example_input,)
+
+
+def trace(model: nn.Module, example_input: Any = None) -> fx.Graph:
+    """The graph of ``model``; its state, mode and hooks are as before afterwards.
+
+    Args:
+        example_input: a real input (a tensor, or a tuple of forward's arguments), for models that ask their input's
+            shape or content in forward. Tried only where symbols alone do not do.
+
+    Raises:
+        TraceError: names the module that torch.fx could not follow, and what to do.
+    """
+    symbolic = _LeafTracer()
+    with host.looked_at(model):
+        try:
+            return symbolic.trace(model, concrete_args=_defaults(model, 1) or None)
+        except Exception as error:
+            if example_input is None:
+                raise TraceError(
+                    f"torch.fx cannot follow {symbolic.where()} on symbols alone ({_first_line(error)}); it probably asks "
+                    "for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
+                ) from error
+        arguments = as_arguments(example_input)
+        valued = _ValueTracer(arguments)
+        try:
+            return valued.trace(model, concrete_args=_defaults(model, len(arguments)) or None)
+        except Exception as error:
+            shapes = [list(a.shape) if isinstance(a, Tensor) else a for a in arguments]
+            raise TraceError(
+                f"tracing failed in {valued.where()} with example_input of shape {shapes} ({_first_line(error)}); "
+                "check that model(*example_input) runs, and that its modules are called with tensors"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -1,0 +1,35 @@
+"""Everything sj_tac raises or warns with. Each error is also the built-in one a caller would expect."""
+
+from __future__ import annotations
+
+
+class SjTacError(Exception):
+    """Base class of all errors of this package."""
+
+
+class ModelTypeError(SjTacError, TypeError):
+    """What was passed as a model is not a ``torch.nn.Module``."""
+
+
+class ConversionError(SjTacError, ValueError):
+    """The model cannot be converted (or restored, or reported on) as it stands; it was left as it was."""
+
+
+class TraceError(ConversionError):
+    """``torch.fx`` could not follow the model's forward."""
+
+
+class PolicyError(SjTacError, ValueError):
+    """A policy (file, dict or argument) is wrong; the message names the file, the rule and the fix."""
+
+
+class InputError(SjTacError, ValueError):
+    """A tensor handed to a converted layer does not have the shape [T, N, C, H, W]."""
+
+
+class BackendError(SjTacError, RuntimeError):
+    """The kernel backend that was asked for by name cannot run here."""
+
+
+class BatchNormMovedWarning(UserWarning):
+    """Running statistics were updated on aggregated frames, so they no longer fit the layer at another k."""

@@ -1,0 +1,89 @@
+"""The operators as functions. Equations: docs/equations.md; source: J. Qin, arXiv 2603.13810, sections on TAC and TAC-TP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sj_tac.kernels import reference
+from sj_tac.timeaxis import group_lengths
+
+__all__ = ["aggregate", "decay_weights", "expand", "temporal_sum"]
+
+
+def temporal_sum(beta: float | Tensor, steps: int) -> float | Tensor:
+    """``S_K = sum_{j<K} beta^j``: what a neuron with decay ``beta`` gathers from ``steps`` equal drives."""
+    total: float | Tensor = beta**0
+    for j in range(1, steps):
+        total = total + beta**j
+    return total
+
+
+def decay_weights(beta: float | Tensor, lengths: Sequence[int], normalize: bool = True) -> list[float | Tensor]:
+    """Weights of the frames of one group, each frame standing for ``lengths[j]`` steps.
+
+    Frame j is worth what its steps still weigh in the membrane when the group ends: ``beta^(steps after it) * S_len``,
+    over ``S_K`` of the whole group where ``normalize``. With all lengths 1 that is ``w_j = beta^(K-1-j) / S_K``.
+
+    Args:
+        beta: decay per step, in (0, 1]; a 0-dim tensor keeps its gradient.
+        lengths: steps per frame; ``[1] * K`` for plain frames.
+        normalize: weights that sum to 1, so that bias and BatchNorm of a pretrained layer stay right. False is the form
+            of the paper, for nets trained with it.
+    """
+    weights = []
+    for j, length in enumerate(lengths):
+        weights.append(beta ** sum(lengths[j + 1 :]) * temporal_sum(beta, length))
+    if normalize:
+        total = temporal_sum(beta, sum(lengths))
+        weights = [w / total for w in weights]
+    return weights
+
+
+def aggregate(x: Tensor, weights: Sequence[float | Tensor] | Tensor, k: int, tail: Sequence[float | Tensor] = ()) -> Tensor:
+    """``sum_j w_j x_j`` over each group of ``k`` frames: the input of the one convolution that serves them all.
+
+    Args:
+        x: frames [T, N, C, H, W] (any trailing shape), floating point.
+        weights: ``k`` numbers, or a tensor [k]; gradients flow to it.
+        k: frames per group, at least 1.
+        tail: weights of the last ``T % k`` frames; by default the last ones of ``weights``, renormalised to the same sum.
+
+    Returns:
+        [ceil(T / k), N, C, H, W], dtype of ``x``; half inputs are summed in float32.
+
+    Raises:
+        ValueError: no frames, or weights that do not fit ``k`` and T.
+    """
+    chosen = list(weights.unbind() if isinstance(weights, Tensor) else weights)
+    steps = x.shape[0] if x.dim() else 0
+    if steps == 0:
+        raise ValueError(f"aggregate needs frames [T, ...] with T >= 1, got shape {list(x.shape)}")
+    if k < 1 or len(chosen) != k:
+        raise ValueError(f"aggregate got {len(chosen)} weights for k={k}; give one weight per frame of a group")
+    rest = steps % k
+    if rest and not len(tail):
+        scale = sum(chosen) / sum(chosen[-rest:])
+        tail = [w * scale for w in chosen[-rest:]]
+    if len(tail) != rest:
+        raise ValueError(f"aggregate got {len(tail)} tail weights, but T={steps} and k={k} leave {rest} frames")
+    return reference.aggregate(x, chosen, tail)
+
+
+def expand(y: Tensor, k: int, steps: int) -> Tensor:
+    """Each of the frames [G, ...] repeated ``k`` times, the last one as often as needed to make ``steps`` frames.
+
+    Raises:
+        ValueError: ``steps`` frames in groups of ``k`` are not as many groups as ``y`` has.
+    """
+    lengths = group_lengths(steps, k)
+    if len(lengths) != y.shape[0]:
+        raise ValueError(f"expand got {y.shape[0]} frames, but {steps} steps in groups of {k} make {len(lengths)}")
+    return reference.repeat(y, lengths)
+
+
+def learned_weights(logits: Tensor, frames: int, dtype: torch.dtype) -> list[Tensor]:
+    """Softmax of the last ``frames`` logits of [K]: trainable weights that sum to 1 for whole groups and tails."""
+    return list(torch.softmax(logits[-frames:].to(dtype), 0).unbind())

@@ -1,0 +1,168 @@
+"""All that is SpikingJelly's: its types, its neurons' constants, its module state. Nothing else imports its internals."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from spikingjelly.activation_based import base, functional, layer, neuron
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+LIBRARY = "spikingjelly.activation_based."
+
+# Exact types only: a subclass may have other dynamics, and swapping its class would lose them.
+CONVS: tuple[type[nn.Module], ...] = (layer.Conv2d,)
+NORMS: tuple[type[nn.Module], ...] = (layer.BatchNorm2d, layer.ThresholdDependentBatchNorm2d)
+NEURONS: tuple[type[nn.Module], ...] = (neuron.LIFNode, neuron.IFNode, neuron.ParametricLIFNode)
+MAX_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d,)
+POOLS: tuple[type[nn.Module], ...] = (
+    layer.MaxPool2d,
+    layer.AvgPool2d,
+    layer.AdaptiveAvgPool2d,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+)
+DROPOUTS: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, nn.Dropout)
+# What treats every frame [N, ...] alike, so that it may as well run on frames that stand for several steps.
+PER_FRAME: tuple[type[nn.Module], ...] = (
+    layer.Conv2d,
+    layer.Linear,
+    layer.Flatten,
+    layer.MaxPool2d,
+    layer.AvgPool2d,
+    layer.AdaptiveAvgPool2d,
+    layer.VotingLayer,
+    nn.Linear,
+    *DROPOUTS,
+    nn.Identity,
+)
+
+
+def is_conv(module: nn.Module) -> bool:
+    """Any convolution at all, SpikingJelly's or torch's own, of any dimension."""
+    return isinstance(module, _ConvNd)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Any normalisation layer, supported or not."""
+    return isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) or type(module).__module__ == LIBRARY + "layer.bn"
+
+
+def is_neuron(module: nn.Module) -> bool:
+    """Any spiking neuron, supported or not, subclasses by the user among them."""
+    return isinstance(module, neuron.BaseNode) or type(module).__module__.startswith(LIBRARY + "neuron")
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """What torch.fx must not look into: step modules (they branch on ``step_mode``) and the library's own layers."""
+    return isinstance(module, base.StepModule) or type(module).__module__.startswith(LIBRARY + "layer")
+
+
+def is_multi_step(module: nn.Module) -> bool:
+    """False only where the module has a ``step_mode`` and it is not ``"m"``."""
+    return getattr(module, "step_mode", "m") == "m"
+
+
+def uses_batch_statistics(norm: nn.Module) -> bool:
+    """True where a BatchNorm keeps no running statistics and so normalises by the batch's own, in eval mode too."""
+    return getattr(norm, "running_mean", None) is None
+
+
+def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
+    """beta of ``h = r + beta (v - r) + gamma x``: a float, or for a PLIF a differentiable 0-dim tensor of ``dtype``."""
+    if isinstance(node, neuron.ParametricLIFNode):
+        decayed: Tensor = 1.0 - node.w.to(dtype).sigmoid()
+        return decayed
+    if isinstance(node, neuron.LIFNode):
+        return 1.0 - 1.0 / float(node.tau)
+    return 1.0
+
+
+def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:
+    """gamma of ``h = r + beta (v - r) + gamma x``; see ``decay``."""
+    if not getattr(node, "decay_input", False):
+        return 1.0
+    if isinstance(node, neuron.ParametricLIFNode):
+        gain: Tensor = node.w.to(dtype).sigmoid()
+        return gain
+    return 1.0 / float(node.tau)
+
+
+def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
+    """The second half of a neuron step: charged voltage h -> (spike, voltage after the reset)."""
+    spike = node.surrogate_function(charged - node.v_threshold)
+    voltage: Tensor = functional.voltage_reset(charged, spike, node.v_threshold, node.v_reset, node.detach_reset)
+    return spike, voltage
+
+
+def resting_voltage(node: Any) -> float:
+    """r: where the voltage decays to, ``v_reset``, or 0 for a soft reset."""
+    return 0.0 if node.v_reset is None else float(node.v_reset)
+
+
+def take_state(node: Any, frames: Tensor) -> Tensor:
+    """The neuron's voltage for frames [T, ...], made or re-made by the host's own rules."""
+    states = node.materialize_states((frames,), tuple(node._memories.values()), "m")
+    voltage: Tensor = states[0]
+    return voltage
+
+
+def put_state(node: Any, voltage: Tensor, history: list[Tensor]) -> None:
+    """Store the voltage after a call, and its history where ``store_v_seq`` is on."""
+    node._memories["v"] = voltage
+    node.v_seq = torch.stack(history) if node.store_v_seq else None
+
+
+def reset(model: nn.Module) -> None:
+    """Set every memory of the model to its reset value."""
+    functional.invalidate_reset_cache(model)
+    functional.reset_net(model)
+
+
+def forget_reset_cache(model: nn.Module) -> None:
+    """``reset_net`` caches a net's module list; call this after every change to a net's modules."""
+    functional.invalidate_reset_cache(model)
+
+
+def detached_memories(model: nn.Module) -> dict[int, Any]:
+    """A memo for ``copy.deepcopy`` under which voltages that hang on an autograd graph are copied without it."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, base.MemoryModule):
+            held = [*module._memories.values(), *module._memories_rv.values(), *vars(module).values()]
+            memo |= {id(v): v.detach().clone() for v in held if isinstance(v, Tensor) and not v.is_leaf}
+    return memo
+
+
+@contextlib.contextmanager
+def looked_at(model: nn.Module) -> Iterator[None]:
+    """Run the model without leaving a trace on it: eval mode, no gradients, the user's hooks silent, state put back."""
+    modules = list(model.modules())
+    training = [m.training for m in modules]
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in modules]
+    memories = [(m, dict(m._memories), getattr(m, "v_seq", None)) for m in modules if isinstance(m, base.MemoryModule)]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        try:
+            for module in modules:
+                module.__dict__["_forward_hooks"] = OrderedDict()
+                module.__dict__["_forward_pre_hooks"] = OrderedDict()
+            model.eval()
+            for module, held, _ in memories:
+                # Clones: a neuron may write into its voltage, and what is put back must be what was there.
+                module._memories.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in held.items()})
+            yield
+        finally:
+            for module, was_training, (forward, before) in zip(modules, training, hooks, strict=True):
+                module.training = was_training
+                module.__dict__["_forward_hooks"] = forward
+                module.__dict__["_forward_pre_hooks"] = before
+            for module, held, v_seq in memories:
+                module._memories.update(held)
+                if hasattr(module, "v_seq"):
+                    module.v_seq = v_seq

@@ -1,0 +1,75 @@
+"""The operators' arithmetic in plain PyTorch: any device, any dtype, differentiable by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NAME = "reference"
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half inputs, whose sums and voltages would lose bits; otherwise the dtype itself."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def weighted_sum(frames: Tensor, weights: Sequence[float | Tensor]) -> Tensor:
+    """``sum_j weights[j] * frames[:, j]`` of frames [G, K, ...], in the order of j, in the accumulation dtype.
+
+    Multiply and add one frame at a time: einsum and tensordot reorder the sum and, under autocast, drop to bfloat16.
+    """
+    wide = frames.to(accumulation_dtype(frames.dtype))
+    total = wide[:, 0] * weights[0]
+    for j in range(1, len(weights)):
+        total = total + wide[:, j] * weights[j]
+    return total.to(frames.dtype)
+
+
+def aggregate(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
+    """One frame for each group of ``len(weights)`` frames, and one more for the last ``len(tail)``.
+
+    Args:
+        frames: [T, ...] with ``(T - len(tail)) % len(weights) == 0``.
+        weights, tail: the weight of each frame of a whole group and of the last, different one.
+
+    Returns:
+        [G, ...] of the dtype of ``frames``.
+    """
+    whole = frames.shape[0] - len(tail)
+    sums = []
+    if whole:
+        sums.append(weighted_sum(frames[:whole].reshape(-1, len(weights), *frames.shape[1:]), weights))
+    if len(tail):
+        sums.append(weighted_sum(frames[whole:].unsqueeze(0), tail))
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def repeat(frames: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Frame g of [G, ...] ``lengths[g]`` times: [sum(lengths), ...]. All lengths but the last are equal."""
+    if all(length == 1 for length in lengths):
+        return frames
+    ragged = lengths[-1] != lengths[0]
+    whole = frames[:-1] if ragged else frames
+    parts = [whole.unsqueeze(1).expand(-1, lengths[0], *whole.shape[1:]).flatten(0, 1)]
+    if ragged:
+        parts.append(frames[-1:].expand(lengths[-1], *frames.shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def mean(frames: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The mean of each group of ``lengths[g]`` frames; all lengths but the last are equal. The inverse of ``repeat``.
+
+    It is ``aggregate`` with uniform weights to the last bit.
+    """
+    if all(length == 1 for length in lengths):
+        return frames
+    uniform = [1.0 / lengths[0]] * lengths[0]
+    ragged = lengths[-1] != lengths[0]
+    return aggregate(frames, uniform, [1.0 / lengths[-1]] * lengths[-1] if ragged else ())
+
+
+def first(frames: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The first frame of each group: what ``repeat`` was given, where every group holds one frame repeated."""
+    return frames[:: lengths[0]]

@@ -1,0 +1,233 @@
+"""What became of every layer, and why: stable reason codes, verdicts, and a table of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+Status = Literal["converted", "kept", "refused", "stretched"]
+
+
+class Reason(StrEnum):
+    """Why a layer was left alone. The codes are stable; docs/reasons.md says more about each."""
+
+    POLICY_KEEP = "POLICY_KEEP"
+    INSIDE_LEAF = "INSIDE_LEAF"
+    NEVER_CALLED = "NEVER_CALLED"
+    CALLED_TWICE = "CALLED_TWICE"
+    FAN_OUT = "FAN_OUT"
+    NOT_MULTI_STEP = "NOT_MULTI_STEP"
+    PARAMETRIZED = "PARAMETRIZED"
+    UNSUPPORTED_CONV = "UNSUPPORTED_CONV"
+    UNSUPPORTED_NORM = "UNSUPPORTED_NORM"
+    BATCH_STATS = "BATCH_STATS"
+    UNSUPPORTED_NEURON = "UNSUPPORTED_NEURON"
+    POOL_BEFORE_NEURON = "POOL_BEFORE_NEURON"
+    ADD_BEFORE_NEURON = "ADD_BEFORE_NEURON"
+    NO_NEURON = "NO_NEURON"
+    COLLAPSE_BRANCHED = "COLLAPSE_BRANCHED"
+    COLLAPSE_POOL = "COLLAPSE_POOL"
+    K_NOT_WHOLE = "K_NOT_WHOLE"
+
+
+# What each code means, and what its reader can do about it.
+REASONS: dict[Reason, tuple[str, str]] = {
+    Reason.POLICY_KEEP: ("the policy says keep", "change the rule to convert it"),
+    Reason.INSIDE_LEAF: (
+        "it sits inside a module that torch.fx does not look into",
+        "write conv, norm and neuron as multi-step layers of their own, outside the container",
+    ),
+    Reason.NEVER_CALLED: (
+        "the traced forward never calls it as a module",
+        "call the conv itself, not F.conv2d on its weight; a branch not taken stays as it is",
+    ),
+    Reason.CALLED_TWICE: (
+        "a module of the chain is called more than once in one forward, so it has no single place in time",
+        "give each place a module of its own (weights may be shared)",
+    ),
+    Reason.FAN_OUT: (
+        "what it computes before the neuron has other users, who need every frame",
+        "let only the neuron read it",
+    ),
+    Reason.NOT_MULTI_STEP: (
+        "a module of the chain is in step_mode 's'",
+        "functional.set_step_mode(model, 'm') before convert",
+    ),
+    Reason.PARAMETRIZED: (
+        "torch.nn.utils.parametrize gave it a class of its own, which a swap would lose",
+        "torch.nn.utils.parametrize.remove_parametrizations, then convert",
+    ),
+    Reason.UNSUPPORTED_CONV: ("it is not exactly SpikingJelly's layer.Conv2d", "use layer.Conv2d"),
+    Reason.UNSUPPORTED_NORM: (
+        "its normalisation is not one whose eval mode is the same map for every frame",
+        "layer.BatchNorm2d and layer.ThresholdDependentBatchNorm2d are supported",
+    ),
+    Reason.BATCH_STATS: (
+        "its norm keeps no running statistics, so its map depends on the batch, aggregated or not",
+        "train with track_running_stats=True",
+    ),
+    Reason.UNSUPPORTED_NEURON: (
+        "the neuron is not exactly LIFNode, IFNode or ParametricLIFNode, so its dynamics are its own",
+        "use one of the three; subclasses are left alone on purpose",
+    ),
+    Reason.POOL_BEFORE_NEURON: (
+        "a pooling layer stands between it and the neuron",
+        "pool after the neuron, as conv -> BN -> neuron -> pool",
+    ),
+    Reason.ADD_BEFORE_NEURON: (
+        "an addition stands between it and the neuron (a residual before the neuron)",
+        "residual sums before the neuron are not converted in this version",
+    ),
+    Reason.NO_NEURON: ("no neuron follows it", "only conv -> [norm] -> neuron chains are converted"),
+    Reason.COLLAPSE_BRANCHED: (
+        "collapse needs a graph that is one chain, and this one branches",
+        "use mode: preserve, which is right in every graph",
+    ),
+    Reason.COLLAPSE_POOL: (
+        "the mean over a group must be taken after the MaxPool behind the neuron, and this one cannot take it",
+        "give the neuron a MaxPool2d of its own, without return_indices",
+    ),
+    Reason.K_NOT_WHOLE: (
+        "k source steps are no whole number of the frames that a collapse before it makes",
+        "choose k as a multiple of the collapse before it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason with the words of the case: which module, which shape, how often."""
+
+    reason: Reason
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one layer.
+
+    Attributes:
+        layer: qualified name, of the conv, or of a neuron that is stretched without being part of a converted chain.
+        status: "converted", "kept" (by policy), "refused", or "stretched" (runs at the rate of a collapse before it).
+        mode, k: of a converted layer; for a stretched neuron k is the inner steps it takes on a frame.
+        kernel: the backend that runs it.
+        reason, detail, hint: why a layer was left alone, in this case, and what to do about it.
+        macs_before, macs_after: multiply-accumulates of the convolution per sample; None until the net has seen a shape.
+    """
+
+    layer: str
+    status: Status
+    mode: str | None = None
+    k: int | None = None
+    kernel: str | None = None
+    reason: str | None = None
+    detail: str = ""
+    hint: str = ""
+    macs_before: int | None = None
+    macs_after: int | None = None
+
+    @classmethod
+    def refuse(cls, layer: str, refusal: Refusal, **more: Any) -> Verdict:
+        text, hint = REASONS[refusal.reason]
+        status: Status = "kept" if refusal.reason is Reason.POLICY_KEEP else "refused"
+        return cls(layer, status, reason=refusal.reason.value, detail=refusal.detail or text, hint=hint, **more)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One verdict per conv (and per stretched neuron), in the order of the model. ``print`` shows a table."""
+
+    verdicts: tuple[Verdict, ...]
+    title: str = "sj_tac"
+
+    def _with(self, status: Status) -> tuple[Verdict, ...]:
+        return tuple(v for v in self.verdicts if v.status == status)
+
+    @property
+    def converted(self) -> tuple[Verdict, ...]:
+        return self._with("converted")
+
+    @property
+    def kept(self) -> tuple[Verdict, ...]:
+        return self._with("kept")
+
+    @property
+    def refused(self) -> tuple[Verdict, ...]:
+        return self._with("refused")
+
+    @property
+    def stretched(self) -> tuple[Verdict, ...]:
+        return self._with("stretched")
+
+    def __getitem__(self, layer: str) -> Verdict:
+        """The verdict of one layer. Raises KeyError with the names there are."""
+        for verdict in self.verdicts:
+            if verdict.layer == layer:
+                return verdict
+        raise KeyError(f"no verdict for {layer!r}; there are {[v.layer for v in self.verdicts]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: {"title": ..., "verdicts": [{"layer": ..., "status": ..., ...}]}."""
+        return {"title": self.title, "verdicts": [asdict(v) for v in self.verdicts]}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich__(self) -> Table:
+        table = Table(title=self.title, caption=self._summary(), caption_justify="left", title_justify="left")
+        for column, style in (
+            ("layer", "bold"),
+            ("status", ""),
+            ("mode", ""),
+            ("k", ""),
+            ("conv MACs/sample", ""),
+            ("kernel", ""),
+            ("why", ""),
+        ):
+            table.add_column(column, style=style, justify="right" if column == "k" else "left")
+        for v in self.verdicts:
+            why = f"{v.reason}: {v.detail}" if v.reason else v.detail
+            table.add_row(v.layer, v.status, v.mode or "", str(v.k or ""), _macs(v), v.kernel or "", why)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=140)
+        console.print(self)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        return str(text)
+
+    def _summary(self) -> str:
+        before, after = total_macs(self.verdicts)
+        macs = f"; conv MACs per sample {_short(before)} -> {_short(after)}" if before and after else ""
+        counts = f"{len(self.converted)} converted, {len(self.stretched)} stretched, {len(self.kept)} kept"
+        # Every hint once, however many layers it concerns.
+        hints = {v.reason: v.hint for v in self.verdicts if v.reason and v.hint}
+        return "\n".join([f"{counts}, {len(self.refused)} refused{macs}", *(f"{r}: {h}" for r, h in hints.items())])
+
+
+def total_macs(verdicts: Sequence[Verdict]) -> tuple[int, int]:
+    """Multiply-accumulates of all convolutions per sample, before and after; (0, 0) where no shape was seen."""
+    known = [v for v in verdicts if v.macs_before is not None and v.macs_after is not None]
+    return sum(v.macs_before or 0 for v in known), sum(v.macs_after or 0 for v in known)
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
+
+
+def _macs(verdict: Verdict) -> str:
+    if verdict.macs_before is None or verdict.macs_after is None:
+        return "-"
+    if verdict.macs_before == verdict.macs_after:
+        return _short(verdict.macs_before)
+    return f"{_short(verdict.macs_before)} -> {_short(verdict.macs_after)}"
