@@ -1,0 +1,172 @@
+"""What several test files build: chains, neurons of every kind, the zoo's nets, and the chain run without sj_tac."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from spikingjelly.activation_based.model import ms_resnet, parametric_lif_net, sew_resnet, spiking_resnet, spiking_vgg
+from torch import nn
+
+# Every surrogate of SpikingJelly's public list, whatever later versions add. PoissonPass is no threshold function: it takes
+# h - v_threshold as a probability and raises in SpikingJelly itself when that leaves 0..1.
+SURROGATES = [
+    value
+    for value in vars(surrogate).values()
+    if isinstance(value, type)
+    and issubclass(value, nn.Module)
+    and value not in (surrogate.SurrogateFunctionBase, surrogate.MultiLevelSpikeCount, surrogate.PoissonPass)
+]
+SURROGATES = [make() for make in SURROGATES] + [surrogate.MultiLevelSpikeCount(3)]
+
+
+def node(kind: str, v_reset: float | None = 0.0, decay_input: bool = True, tau: float = 2.0, **more: Any) -> nn.Module:
+    """A neuron in step_mode 'm'; kind: lif, plif or if."""
+    more = {"step_mode": "m", "v_reset": v_reset, "surrogate_function": surrogate.ATan()} | more
+    if kind == "if":
+        return neuron.IFNode(**more)
+    if kind == "lif":
+        return neuron.LIFNode(tau=tau, decay_input=decay_input, **more)
+    return neuron.ParametricLIFNode(init_tau=tau, decay_input=decay_input, **more)
+
+
+# Every combination of the equations' cases: (kind, v_reset, decay_input).
+NEURONS = [
+    *product(["lif", "plif"], [None, 0.0, -0.3], [True, False]),
+    *product(["if"], [None, 0.0, -0.3], [True]),
+]
+
+
+def conv(inputs: int = 2, outputs: int = 3, **more: Any) -> nn.Module:
+    more = {"kernel_size": 3, "padding": 1, "step_mode": "m"} | more
+    return layer.Conv2d(inputs, outputs, **more)
+
+
+def norm(channels: int = 3, train_steps: int = 3) -> nn.Module:
+    """A BatchNorm2d with statistics and an affine map that are not the identity; in eval mode."""
+    made = layer.BatchNorm2d(channels, step_mode="m")
+    made.running_mean.uniform_(-0.5, 0.5)
+    made.running_var.uniform_(0.5, 2.0)
+    nn.init.uniform_(made.weight, 0.5, 1.5)
+    nn.init.uniform_(made.bias, -0.2, 0.4)
+    return made.eval()
+
+
+def plain(*modules: nn.Module | None) -> nn.Sequential:
+    """Copies of the modules as the ordinary chain."""
+    return nn.Sequential(*(copy.deepcopy(m) for m in modules if m is not None))
+
+
+def frames(steps: int, *shape: int, rate: float = 0.4, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Random spikes [steps, *shape]."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(steps, *shape, generator=generator) < rate).to(dtype)
+
+
+def csnn(channels: int = 4, classes: int = 3, make: Any = None, size: int = 8) -> nn.Sequential:
+    """A Sequential CSNN with three conv chains (one without BN), pools and a Linear -> neuron -> voting head."""
+    make = make or (lambda: node("lif"))
+    net = nn.Sequential(
+        conv(2, channels, bias=False), norm(channels), make(), layer.MaxPool2d(2, step_mode="m"),
+        conv(channels, channels, bias=False), norm(channels), make(), layer.AvgPool2d(2, step_mode="m"),
+        conv(channels, channels), make(),
+        layer.Flatten(step_mode="m"), layer.Dropout(0.2, step_mode="m"),
+        layer.Linear(channels * (size // 4) ** 2, 2 * classes, step_mode="m"), make(), layer.VotingLayer(2, step_mode="m"),
+    )  # fmt: skip
+    return awake(net.eval(), frames(6, 2, 2, size, size))
+
+
+@torch.no_grad()
+def awake(net: nn.Module, x: torch.Tensor, low: float = 0.05, high: float = 0.5) -> nn.Module:
+    """Move the threshold of every neuron until it fires at a rate between ``low`` and ``high`` on ``x``.
+
+    Random weights silence a deep SNN or saturate it, and then any conversion looks right.
+    """
+
+    def adjust(module: nn.Module, args: Any, spikes: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            rate = spikes.mean().item()
+            if low <= rate <= high:
+                return spikes
+            module.v_threshold *= 0.7 if rate < low else 1.5
+            module.reset()
+            spikes = type(module).forward(module, args[0])
+        raise AssertionError(f"a {type(module).__name__} fires at {rate}, whatever its threshold")
+
+    handles = [m.register_forward_hook(adjust) for m in net.modules() if isinstance(m, neuron.BaseNode)]
+    functional.reset_net(net)
+    net(x)
+    for handle in handles:
+        handle.remove()
+    functional.reset_net(net)
+    return net
+
+
+def dvs_gesture(kind: Any = neuron.LIFNode) -> nn.Module:
+    return parametric_lif_net.DVSGestureNet(8, spiking_neuron=kind, surrogate_function=surrogate.ATan(), detach_reset=True)
+
+
+def cifar10_dvs() -> nn.Module:
+    return parametric_lif_net.CIFAR10DVSNet(8, spiking_neuron=neuron.ParametricLIFNode, surrogate_function=surrogate.ATan())
+
+
+# name: (builder, input shape behind T and N, conv -> [BN] -> neuron chains, the reason codes of the other convs)
+ZOO: dict[str, tuple[Any, tuple[int, ...], int, dict[str, int]]] = {
+    "DVSGestureNet LIF": (dvs_gesture, (2, 128, 128), 5, {}),
+    "DVSGestureNet PLIF": (lambda: dvs_gesture(neuron.ParametricLIFNode), (2, 128, 128), 5, {}),
+    "CIFAR10DVSNet": (cifar10_dvs, (2, 128, 128), 4, {}),
+    "spiking_vgg11": (lambda: spiking_vgg.spiking_vgg11(spiking_neuron=neuron.IFNode, num_classes=10), (3, 32, 32), 8, {}),
+    "spiking_vgg11_bn": (
+        lambda: spiking_vgg.spiking_vgg11_bn(spiking_neuron=neuron.LIFNode, num_classes=10), (3, 32, 32), 8, {},
+    ),
+    "spiking_resnet18": (
+        lambda: spiking_resnet.spiking_resnet18(spiking_neuron=neuron.LIFNode, num_classes=10), (3, 64, 64), 9,
+        {"ADD_BEFORE_NEURON": 11},
+    ),
+    "sew_resnet18": (
+        lambda: sew_resnet.sew_resnet18(spiking_neuron=neuron.LIFNode, cnf="ADD", num_classes=10), (3, 64, 64), 20, {},
+    ),
+    "ms_resnet18": (lambda: ms_resnet.ms_resnet18(T=4, num_classes=10), (3, 64, 64), 8, {"ADD_BEFORE_NEURON": 12}),
+}  # fmt: skip
+NEEDS_EXAMPLE = {"ms_resnet18"}
+
+
+def zoo(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """A net of the zoo with random weights, in eval mode and step_mode 'm', awake; and an input [5, 2, ...]."""
+    torch.manual_seed(0)
+    builder, shape, _, _ = ZOO[name]
+    net = builder().eval()
+    functional.set_step_mode(net, "m")
+    x = frames(5, 2, *shape, rate=0.3)
+    return awake(net, x), x
+
+
+@contextmanager
+def recorded(net: nn.Module, kinds: Any = neuron.BaseNode) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Outputs of every module of these types, call by call."""
+    outputs: dict[str, list[torch.Tensor]] = {}
+    handles = [
+        m.register_forward_hook(lambda m, a, out, name=name: outputs.setdefault(name, []).append(out.detach().clone()))
+        for name, m in net.named_modules()
+        if isinstance(m, kinds)
+    ]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def same_state(a: nn.Module, b: nn.Module) -> bool:
+    """Equal keys in order, shapes and values of state_dict, and equal parameter names."""
+    left, right = a.state_dict(), b.state_dict()
+    return (
+        list(left) == list(right)
+        and all(torch.equal(left[key], right[key]) for key in left)
+        and [n for n, _ in a.named_parameters()] == [n for n, _ in b.named_parameters()]
+    )
