@@ -59,8 +59,10 @@ def skeleton(model: nn.Module, graph: fx.Graph) -> tuple[list[Step] | None, str]
         node = users[0]
         if node.op == "output":
             return (steps, "") if node.args[0] in node.all_input_nodes else (None, "the model has several outputs")
-        if len(node.all_input_nodes) != 1:
-            return None, f"{_label(node)} joins {len(node.all_input_nodes)} values"
+        # A constant or a parameter that is mixed in is no branch of the data.
+        joined = [n for n in node.all_input_nodes if n.op != "get_attr"]
+        if len(joined) != 1:
+            return None, f"{_label(node)} joins {len(joined)} values"
         if node.op == "call_module":
             module = model.get_submodule(str(node.target))
             steps.append(Step(names[module], _treats_frames_alike(module), calls[module] == 1))

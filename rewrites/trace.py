@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -129,13 +130,10 @@ class _ValueTracer(_LeafTracer):
         named = torch.utils._pytree.tree_map(held, kwargs)
         if kind == "placeholder":
             return self._inputs.pop(0) if self._inputs else (values[0] if values else None)
-        if kind == "get_attr":
-            found: Any = self.root
-            for part in str(target).split("."):
-                found = getattr(found, part)
-            return found
         self._running = True
         try:
+            if kind == "get_attr":
+                return operator.attrgetter(str(target))(self.root)
             if kind == "call_module":
                 return self.root.get_submodule(target)(*values, **named)
             if kind == "call_method":
@@ -167,7 +165,7 @@ def trace(model: nn.Module, example_input: Any = None) -> fx.Graph:
         TraceError: names the module that torch.fx could not follow, and what to do.
     """
     symbolic = _LeafTracer()
-    with host.looked_at(model):
+    with host.looked_at(model), _no_new_attributes(model):
         try:
             return symbolic.trace(model, concrete_args=_defaults(model, 1) or None)
         except Exception as error:
@@ -186,6 +184,19 @@ def trace(model: nn.Module, example_input: Any = None) -> fx.Graph:
                 f"tracing failed in {valued.where()} with example_input of shape {shapes} ({_first_line(error)}); "
                 "check that model(*example_input) runs, and that its modules are called with tensors"
             ) from error
+
+
+@contextlib.contextmanager
+def _no_new_attributes(model: nn.Module) -> Iterator[None]:
+    """torch.fx puts constants of forward on the model (``_tensor_constant0``); take them off again."""
+    held = [model.__dict__, model._parameters, model._buffers]
+    known = [set(attributes) for attributes in held]
+    try:
+        yield
+    finally:
+        for attributes, names in zip(held, known, strict=True):
+            for name in set(attributes) - names:
+                del attributes[name]
 
 
 def _first_line(error: BaseException) -> str:

@@ -112,7 +112,11 @@ class Policy(BaseModel):
     default: Settings = Settings()
     rules: tuple[Rule, ...] = ()
 
+    # Where it was read from, for errors; two policies that say the same are equal wherever they come from.
     _source: str = "policy"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and self.model_dump() == other.model_dump()
 
     @classmethod
     def from_dict(cls, values: Any, source: str = "policy") -> Policy:

@@ -71,6 +71,7 @@ def frames(steps: int, *shape: int, rate: float = 0.4, dtype: torch.dtype = torc
 def csnn(channels: int = 4, classes: int = 3, make: Any = None, size: int = 8) -> nn.Sequential:
     """A Sequential CSNN with three conv chains (one without BN), pools and a Linear -> neuron -> voting head."""
     make = make or (lambda: node("lif"))
+    torch.manual_seed(0)
     net = nn.Sequential(
         conv(2, channels, bias=False), norm(channels), make(), layer.MaxPool2d(2, step_mode="m"),
         conv(channels, channels, bias=False), norm(channels), make(), layer.AvgPool2d(2, step_mode="m"),
@@ -89,11 +90,13 @@ def awake(net: nn.Module, x: torch.Tensor, low: float = 0.05, high: float = 0.5)
     """
 
     def adjust(module: nn.Module, args: Any, spikes: torch.Tensor) -> torch.Tensor:
-        for _ in range(30):
+        factor = 2.0
+        for _ in range(60):
             rate = spikes.mean().item()
             if low <= rate <= high:
                 return spikes
-            module.v_threshold *= 0.7 if rate < low else 1.5
+            module.v_threshold *= 1 / factor if rate < low else factor**1.3
+            factor = max(1.02, factor**0.9)
             module.reset()
             spikes = type(module).forward(module, args[0])
         raise AssertionError(f"a {type(module).__name__} fires at {rate}, whatever its threshold")
@@ -115,15 +118,21 @@ def cifar10_dvs() -> nn.Module:
     return parametric_lif_net.CIFAR10DVSNet(8, spiking_neuron=neuron.ParametricLIFNode, surrogate_function=surrogate.ATan())
 
 
+def vgg(builder: Any, kind: Any) -> nn.Module:
+    """SpikingJelly's net with a narrow classifier: 120 million weights of Linear layers are none of our business."""
+    net = builder(spiking_neuron=kind, num_classes=10)
+    net.classifier[0], net.classifier[3] = layer.Linear(512 * 7 * 7, 64), layer.Linear(64, 64)
+    net.classifier[6] = layer.Linear(64, 10)
+    return net
+
+
 # name: (builder, input shape behind T and N, conv -> [BN] -> neuron chains, the reason codes of the other convs)
 ZOO: dict[str, tuple[Any, tuple[int, ...], int, dict[str, int]]] = {
     "DVSGestureNet LIF": (dvs_gesture, (2, 128, 128), 5, {}),
     "DVSGestureNet PLIF": (lambda: dvs_gesture(neuron.ParametricLIFNode), (2, 128, 128), 5, {}),
     "CIFAR10DVSNet": (cifar10_dvs, (2, 128, 128), 4, {}),
-    "spiking_vgg11": (lambda: spiking_vgg.spiking_vgg11(spiking_neuron=neuron.IFNode, num_classes=10), (3, 32, 32), 8, {}),
-    "spiking_vgg11_bn": (
-        lambda: spiking_vgg.spiking_vgg11_bn(spiking_neuron=neuron.LIFNode, num_classes=10), (3, 32, 32), 8, {},
-    ),
+    "spiking_vgg11": (lambda: vgg(spiking_vgg.spiking_vgg11, neuron.IFNode), (3, 32, 32), 8, {}),
+    "spiking_vgg11_bn": (lambda: vgg(spiking_vgg.spiking_vgg11_bn, neuron.LIFNode), (3, 32, 32), 8, {}),
     "spiking_resnet18": (
         lambda: spiking_resnet.spiking_resnet18(spiking_neuron=neuron.LIFNode, num_classes=10), (3, 64, 64), 9,
         {"ADD_BEFORE_NEURON": 11},
@@ -131,7 +140,10 @@ ZOO: dict[str, tuple[Any, tuple[int, ...], int, dict[str, int]]] = {
     "sew_resnet18": (
         lambda: sew_resnet.sew_resnet18(spiking_neuron=neuron.LIFNode, cnf="ADD", num_classes=10), (3, 64, 64), 20, {},
     ),
-    "ms_resnet18": (lambda: ms_resnet.ms_resnet18(T=4, num_classes=10), (3, 64, 64), 8, {"ADD_BEFORE_NEURON": 12}),
+    "ms_resnet18": (
+        lambda: ms_resnet.ms_resnet18(T=4, num_classes=10), (3, 64, 64), 8,
+        {"ADD_BEFORE_NEURON": 12, "FAN_OUT": 1},
+    ),
 }  # fmt: skip
 NEEDS_EXAMPLE = {"ms_resnet18"}
 

@@ -1,0 +1,168 @@
+"""Every reason code: a net that earns it, and its place in the documentation."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional, layer, neuron
+from support import conv, node, norm
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import ConversionError
+from sj_tac.report import REASONS, Reason
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reasons.md"
+
+
+class Around(nn.Module):
+    """A net with one good chain behind what a case puts in front, so that convert has something to do."""
+
+    def __init__(self, *front, forward=None):
+        super().__init__()
+        self.front = nn.Sequential(*front)
+        self.good = nn.Sequential(conv(3, 3), norm(3), node("lif"))
+        self.custom = forward
+
+    def forward(self, x):
+        return self.good(self.custom(self.front, x) if self.custom else self.front(x))
+
+
+def steps_of(kind):
+    return kind(step_mode="m")
+
+
+class Slow(neuron.LIFNode):
+    """A subclass may have other dynamics."""
+
+
+def parametrized():
+    made = conv()
+    torch.nn.utils.parametrizations.weight_norm(made)
+    return made
+
+
+def twice(front, x):
+    return front[2](front[1](front[0](front[0](x))))
+
+
+def fan_out(front, x):
+    y = front[0](x)
+    return front[2](front[1](y)) + y
+
+
+def residual(front, x):
+    return front[2](front[1](front[0](x)) + x)
+
+
+def by_weight(front, x):
+    return front[1](functional.seq_to_ann_forward(x, lambda y: F.conv2d(y, front[0].weight, padding=1)))
+
+
+CASES = {
+    Reason.POLICY_KEEP: Around(conv(), norm(), node("lif")),
+    Reason.INSIDE_LEAF: Around(layer.SeqToANNContainer(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3)), node("lif")),
+    Reason.NEVER_CALLED: Around(conv(), node("lif"), forward=by_weight),
+    Reason.CALLED_TWICE: Around(conv(3, 3), norm(), node("lif"), forward=twice),
+    Reason.FAN_OUT: Around(conv(), norm(), node("lif"), forward=fan_out),
+    Reason.NOT_MULTI_STEP: Around(conv(step_mode="s"), norm(), node("lif")),
+    Reason.PARAMETRIZED: Around(parametrized(), norm(), node("lif")),
+    Reason.UNSUPPORTED_CONV: Around(layer.WSConv2d(2, 3, 3, padding=1, step_mode="m"), norm(), node("lif")),
+    Reason.UNSUPPORTED_NORM: Around(conv(), layer.TemporalEffectiveBatchNorm2d(4, 3), node("lif")),
+    Reason.BATCH_STATS: Around(conv(), layer.BatchNorm2d(3, track_running_stats=False, step_mode="m"), node("lif")),
+    Reason.UNSUPPORTED_NEURON: Around(conv(), norm(), Slow(step_mode="m")),
+    Reason.POOL_BEFORE_NEURON: Around(conv(), norm(), layer.MaxPool2d(3, 1, 1, step_mode="m"), node("lif")),
+    Reason.ADD_BEFORE_NEURON: Around(conv(3, 3), norm(), node("lif"), forward=residual),
+    Reason.NO_NEURON: Around(conv(), norm()),
+    Reason.COLLAPSE_BRANCHED: Around(conv(3, 3), norm(), node("lif"), forward=lambda front, x: front(x) + x),
+    Reason.COLLAPSE_POOL: Around(
+        conv(), norm(), node("lif"), layer.MaxPool2d(3, 1, 1, step_mode="m"),
+        forward=lambda front, x: front[3](front(x)),
+    ),
+    Reason.K_NOT_WHOLE: Around(conv(), norm(), node("lif"), layer.Dropout(0.1, step_mode="m")),
+}  # fmt: skip
+POLICIES = {
+    Reason.POLICY_KEEP: {"rules": [{"match": "front.*", "mode": "keep"}]},
+    Reason.COLLAPSE_BRANCHED: {"rules": [{"match": "front.*", "mode": "collapse"}]},
+    Reason.COLLAPSE_POOL: {"rules": [{"match": "front.*", "mode": "collapse"}]},
+}
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_reason_is_earned(reason):
+    net = CASES[reason].eval()
+    policy, layer_name = POLICIES.get(reason, "preserve"), "front.0"
+    if reason is Reason.K_NOT_WHOLE:
+        policy = {"rules": [{"match": "front.*", "mode": "collapse", "k": 2}, {"match": "good.*", "k": 3}]}
+        layer_name = "good.0"
+    if reason is Reason.INSIDE_LEAF:
+        layer_name = "front.0.0"
+    report = sj_tac.plan(net, policy)
+    verdict = report[layer_name]
+    assert verdict.reason == reason.value
+    assert verdict.status == ("kept" if reason is Reason.POLICY_KEEP else "refused")
+    assert verdict.detail
+    assert verdict.hint == REASONS[reason][1]
+    other = next(v for v in report.verdicts if v.layer != layer_name)
+    if reason is not Reason.COLLAPSE_BRANCHED:
+        assert other.status == "converted"
+    assert f"`{reason.value}`" in DOCS.read_text(), f"{reason.value} is not in docs/reasons.md"
+
+
+@pytest.mark.parametrize(
+    "reason", [r for r in Reason if r not in (Reason.POLICY_KEEP, Reason.COLLAPSE_BRANCHED, Reason.COLLAPSE_POOL)]
+)
+def test_what_is_refused_is_left_exactly_alone(reason):
+    net = CASES[reason].eval()
+    if reason is Reason.K_NOT_WHOLE:
+        policy = {"rules": [{"match": "front.*", "mode": "collapse", "k": 2}, {"match": "good.*", "k": 3}]}
+        fast, alone = sj_tac.convert(net, policy), "good"
+    else:
+        fast, alone = sj_tac.convert(net), "front"
+    before, after = net.get_submodule(alone), fast.get_submodule(alone)
+    assert [type(m) for m in after.modules()] == [type(m) for m in before.modules()]
+
+
+def test_an_exact_rule_over_a_refused_conv_is_an_error_and_a_glob_is_a_report():
+    net = CASES[Reason.POOL_BEFORE_NEURON]
+    with pytest.raises(
+        sj_tac.errors.PolicyError, match=r"rule for 'front.0': mode 'preserve' is impossible.*POOL_BEFORE_NEURON.*keep"
+    ):
+        sj_tac.plan(net, {"rules": [{"match": "front.0", "k": 4}]})
+    assert sj_tac.plan(net, {"rules": [{"match": "front.*", "k": 4}]})["front.0"].status == "refused"
+    assert sj_tac.plan(net, {"rules": [{"match": "front.0", "mode": "keep"}]})["good.0"].status == "converted"
+
+
+def test_aliases_and_identities_do_not_hide_a_chain():
+    net = Around(conv(), nn.Identity(), norm(), node("lif"))
+    net.first = net.front[0]
+    report = sj_tac.plan(net)
+    assert [v.layer for v in report.verdicts] == ["front.0", "good.0"]
+    assert len(report.converted) == 2
+    fast = sj_tac.convert(net)
+    assert fast.first is fast.front[0]
+
+
+def test_a_module_shared_by_two_chains_refuses_both():
+    shared = node("lif")
+    net = nn.Sequential(conv(3, 3), norm(3), shared, conv(3, 3), norm(3), shared)
+    report = sj_tac.plan(net)
+    assert [v.reason for v in report.verdicts] == ["CALLED_TWICE"] * 2
+    assert "2 times" in report["0"].detail
+    with pytest.raises(ConversionError, match="CALLED_TWICE"):
+        sj_tac.convert(net)
+
+
+def test_questions_about_the_shape_are_no_second_reader():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.node = conv(), norm(), node("lif")
+
+        def forward(self, x):
+            y = self.conv(x)
+            t, n = y.shape[0], y.size(1)
+            return self.node(self.norm(y)).view(t, n, -1)
+
+    assert len(sj_tac.plan(Asks()).converted) == 1

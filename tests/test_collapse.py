@@ -1,0 +1,269 @@
+"""Collapse in nets that are one chain: where time is compressed, who is stretched, and where frames come back."""
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron
+from support import conv, csnn, frames, node, norm, recorded, zoo
+from torch import nn
+
+import sj_tac
+
+
+def collapse_first(k, weights="decay"):
+    """The first conv collapses; those behind it preserve, with uniform weights where they aggregate at all."""
+    return {
+        "default": {"mode": "preserve", "k": k, "weights": "uniform"},
+        "rules": [{"match": "0", "mode": "collapse", "k": k, "weights": weights}],
+    }
+
+
+def three_layers(pool):
+    torch.manual_seed(0)
+    modules = []
+    for inputs in (2, 4, 4):
+        modules += [conv(inputs, 4, bias=False), norm(4), node("lif", tau=3.0, v_threshold=0.25)]
+        modules += [pool(2, step_mode="m")] if pool else []
+    # The Identity is where frames come back, so that the last neuron shows what it emits itself.
+    return nn.Sequential(*modules, nn.Identity()).eval()
+
+
+@pytest.mark.parametrize("pool", [None, layer.MaxPool2d, layer.AvgPool2d])
+@pytest.mark.parametrize("steps", [8, 11, 3])
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_count_in_the_first_layer_is_preserve_with_uniform_weights_behind_it(k, steps, pool):
+    net = three_layers(pool)
+    x = frames(steps, 2, 2, 16, 16)
+    collapsed = sj_tac.convert(net, collapse_first(k))
+    oracle_policy = {
+        "default": {"mode": "preserve", "k": k, "weights": "uniform"},
+        "rules": [{"match": "0", "weights": "decay"}],
+    }
+    preserved = sj_tac.convert(net, oracle_policy)
+    with torch.no_grad(), recorded(collapsed) as got, recorded(preserved, nn.Module) as expected:
+        y, z = collapsed(x), preserved(x)
+    # Frames come back at the output: each group's mean, as often as the group has steps.
+    starts = list(range(0, steps, k))
+    means = torch.cat([z[s : s + k].mean(0, keepdim=True).expand(len(z[s : s + k]), *z.shape[1:]) for s in starts])
+    assert 0 < z.mean() < 1
+    torch.testing.assert_close(y, means)
+    # Bit for bit, at every neuron: the steps themselves where a MaxPool follows, their mean otherwise.
+    for name, (spikes,) in got.items():
+        steps_of_oracle = expected[name][0]
+        if pool is layer.MaxPool2d:
+            assert torch.equal(spikes, steps_of_oracle), name
+        else:
+            uniform = [sum(f * (1 / len(g)) for f in g) for g in (steps_of_oracle[s : s + k] for s in starts)]
+            assert torch.equal(spikes, torch.stack(uniform)), name
+
+
+def test_every_neuron_behind_a_count_collapse_is_stretched():
+    net = csnn()
+    report = sj_tac.plan(net, "collapse", 3)
+    assert [(v.layer, v.status, v.k) for v in report.verdicts] == [
+        ("0", "converted", 3),
+        ("4", "converted", 3),
+        ("8", "converted", 3),
+        ("13", "stretched", 3),
+    ]
+    fast = sj_tac.convert(net, "collapse", 3)
+    x = frames(7, 2, 2, 8, 8)
+    rates = {}
+    fast[12].register_forward_hook(lambda m, a, out: rates.__setitem__("linear", out.shape[0]))
+    with torch.no_grad():
+        assert fast(x).shape == net(x).shape
+    assert rates["linear"] == 3
+    assert fast[13].v.shape == (2, 6)
+
+
+def test_output_keeps_t_with_each_groups_true_length_or_stays_in_groups():
+    net = csnn()
+    x = frames(10, 2, 2, 8, 8)
+    with torch.no_grad():
+        y = sj_tac.convert(net, "collapse", 4)(x)
+        groups = sj_tac.convert(net, {"default": {"mode": "collapse", "k": 4, "emit": "groups"}})(x)
+    assert groups.shape == (3, 2, 3)
+    assert torch.equal(y, groups.repeat_interleave(torch.tensor([4, 4, 2]), 0))
+    assert y.std() > 0
+
+
+def test_k_counts_source_steps_behind_a_collapse():
+    """Behind a collapse by 2, a layer of k=4 aggregates two frames, weighted beta^2 : 1."""
+    net = three_layers(None)
+    policy = {"default": {"mode": "preserve", "k": 4}, "rules": [{"match": "0", "mode": "collapse", "k": 2}]}
+    fast = sj_tac.convert(net, policy)
+    seen = {}
+    fast[3].register_forward_hook(lambda m, a, out: seen.update(x=a[0], y=out))
+    with torch.no_grad():
+        fast(frames(8, 2, 2, 8, 8))
+        beta = 1 - 1 / 3
+        pair = (beta**2 * seen["x"][0::2] + seen["x"][1::2]) / (beta**2 + 1)
+        expected = net[3](pair).repeat_interleave(2, 0)
+    assert seen["x"].shape[0] == 4
+    torch.testing.assert_close(seen["y"], expected)
+
+
+def test_binary_resets_the_step_and_frames_come_back_at_the_end():
+    net = csnn()
+    policy = {"default": {"mode": "preserve", "k": 1}, "rules": [{"match": "0", "mode": "collapse", "k": 4, "spikes": "binary"}]}
+    fast = sj_tac.convert(net, policy)
+    x = frames(10, 2, 2, 8, 8)
+    with torch.no_grad(), recorded(fast) as got:
+        y = fast(x)
+        by_hand = sj_tac.TAC(*(sj_tac.restore(fast)[i] for i in (0, 1, 2)), 4)
+        groups = by_hand(x)
+        for module in list(net)[3:]:
+            groups = module(groups)
+    assert got["2"][0].shape[0] == 3
+    assert fast[5].__class__.__name__ == "TACBatchNorm2d"
+    assert y.shape[0] == 10
+    assert torch.equal(y, groups.repeat_interleave(torch.tensor([4, 4, 2]), 0))
+
+
+def test_collapsed_spans_nest():
+    net = csnn()
+    policy = {
+        "rules": [
+            {"match": "0", "mode": "collapse", "k": 2, "spikes": "binary"},
+            {"match": "4", "mode": "collapse", "k": 3},
+            {"match": "8", "mode": "preserve", "k": 6},
+        ]
+    }
+    fast = sj_tac.convert(net, policy)
+    counts = {}
+    for i in (0, 4, 8, 12):
+        fast[i].register_forward_hook(lambda m, a, out, i=i: counts.__setitem__(i, (a[0].shape[0], out.shape[0])))
+    with torch.no_grad():
+        y = fast(frames(13, 2, 2, 8, 8))
+    # 13 frames -> 7 of two -> 3 of three such; the preserve layer makes one conv of two of them.
+    assert counts == {0: (13, 7), 4: (7, 3), 8: (3, 3), 12: (3, 3)}
+    assert y.shape[0] == 13
+    assert torch.equal(y[0], y[5])
+    assert sj_tac.report(fast)["8"].macs_after * 13 == sj_tac.report(fast)["8"].macs_before * 2
+
+
+def test_called_from_outside_it_hands_out_frames_with_the_same_values():
+    net = csnn()
+    fast = sj_tac.convert(net, "collapse", 4)
+    x = frames(10, 2, 2, 8, 8)
+    inside = {}
+    handles = [fast[i].register_forward_hook(lambda m, a, out, i=i: inside.__setitem__(i, out)) for i in (3, 9)]
+    with torch.no_grad():
+        fast(x)
+        for handle in handles:
+            handle.remove()
+        for stop in (3, 9):
+            functional.reset_net(fast)
+            outside = x
+            for module in list(fast)[: stop + 1]:
+                outside = module(outside)
+            assert outside.shape[0] == 10
+            expected = inside[stop].repeat_interleave(torch.tensor([4, 4, 2]), 0)
+            torch.testing.assert_close(outside, expected)
+
+
+def test_single_step_mode_is_the_exact_source_chain():
+    net = csnn()
+    fast = sj_tac.convert(net, "collapse", 4)
+    x = frames(6, 2, 2, 8, 8)
+    for model in (net, fast):
+        functional.set_step_mode(model, "s")
+    with torch.no_grad():
+        expected = torch.stack([net(f) for f in x])
+        got = torch.stack([fast(f) for f in x])
+    assert expected.std() > 0
+    assert torch.equal(got, expected)
+    functional.set_step_mode(fast, "m")
+    functional.reset_net(fast)
+    with torch.no_grad():
+        assert fast(x).shape[0] == 6
+
+
+def test_a_region_ends_before_what_is_fixed_in_time():
+    class Readout(nn.Module):
+        """Weighs the steps: needs every frame."""
+
+        def forward(self, x):
+            return (x * torch.arange(6.0).view(-1, 1, 1, 1, 1)).mean(0)
+
+    net = nn.Sequential(conv(), norm(), node("lif", v_threshold=0.3), layer.AvgPool2d(2, step_mode="m"), Readout()).eval()
+    fast = sj_tac.convert(net, "collapse", 4)
+    x = frames(6, 2, 2, 8, 8)
+    with torch.no_grad():
+        assert fast(x).shape == net(x).shape
+
+
+def test_a_functional_mean_over_time_sees_frames():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = csnn()
+
+        def forward(self, x):
+            return self.body(x).mean(0)
+
+    net = Net().eval()
+    x = frames(10, 2, 2, 8, 8)
+    with torch.no_grad():
+        expected = sj_tac.convert(net.body, "collapse", 4)(x).mean(0)
+        got = sj_tac.convert(net, "collapse", 4)(x)
+    assert torch.equal(got, expected)
+
+
+def test_a_neuron_with_other_dynamics_gets_frames_and_a_kept_conv_is_stretched():
+    class Slow(neuron.LIFNode):
+        pass
+
+    net = nn.Sequential(
+        conv(2, 4), norm(4), node("lif", v_threshold=0.2),
+        conv(4, 4), norm(4), node("lif", v_threshold=0.2),
+        conv(4, 4), Slow(step_mode="m", v_threshold=0.2),
+    ).eval()  # fmt: skip
+    policy = {"default": {"mode": "collapse", "k": 2}, "rules": [{"match": "3", "mode": "keep"}]}
+    report = sj_tac.plan(net, policy)
+    assert [(v.layer, v.status, v.reason) for v in report.verdicts] == [
+        ("0", "converted", None),
+        ("3", "stretched", None),
+        ("5", "stretched", None),
+        ("6", "refused", "UNSUPPORTED_NEURON"),
+    ]
+    fast = sj_tac.convert(net, policy)
+    counts = []
+    for i in (3, 6, 7):
+        fast[i].register_forward_hook(lambda m, a, out: counts.append((a[0].shape[0], out.shape[0])))
+    with torch.no_grad():
+        fast(frames(5, 1, 2, 6, 6))
+    assert counts == [(3, 3), (5, 5), (5, 5)]
+
+
+def test_training_in_collapsed_time_gives_gradients_and_ragged_statistics():
+    net = csnn().train()
+    fast = sj_tac.convert(net, "collapse", 4)
+    x = frames(6, 2, 2, 8, 8)
+    fast(x).mean(0).sum().backward()
+    assert all(p.grad is not None for p in fast.parameters())
+    assert fast[0].weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["DVSGestureNet LIF", "spiking_vgg11_bn"])
+def test_collapse_of_zoo_nets_that_are_one_chain(name):
+    net, x = zoo(name)
+    with torch.no_grad():
+        expected = net(x)
+        fast = sj_tac.convert(net, "collapse", 2)
+        assert fast(x).shape == expected.shape
+        assert len(sj_tac.report(fast).stretched) == 2
+        # k=1 collapses nothing.
+        one = sj_tac.convert(net, "collapse", 1)
+        functional.reset_net(net)
+        assert torch.equal(one(x), expected)
+
+
+@pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18"])
+def test_collapse_of_a_branched_net_is_refused_by_name(name):
+    net, _ = zoo(name)
+    report = sj_tac.plan(net, "collapse", 2)
+    assert not report.converted
+    assert {v.reason for v in report.refused} <= {"COLLAPSE_BRANCHED", "ADD_BEFORE_NEURON"}
+    assert "one chain" in report["conv1"].detail
+    with pytest.raises(sj_tac.errors.ConversionError, match=r"conv1: COLLAPSE_BRANCHED.*mode: preserve"):
+        sj_tac.convert(net, "collapse", 2)

@@ -1,0 +1,245 @@
+"""What convert promises about copies, hooks and state, and what set_k, restore and freeze_bn do to a converted net."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer
+from support import conv, csnn, frames, node, norm, same_state
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import BatchNormMovedWarning, ConversionError
+
+
+@pytest.fixture
+def x():
+    return frames(6, 2, 2, 8, 8)
+
+
+def test_the_users_hooks_see_nothing_of_converting(x):
+    net = csnn()
+    calls = []
+    for module in net.modules():
+        module.register_forward_hook(lambda m, a, out: calls.append(type(m)))
+        module.register_forward_pre_hook(lambda m, a: calls.append(type(m)))
+    fast = sj_tac.convert(net, example_input=x)
+    sj_tac.plan(net, example_input=x)
+    assert calls == []
+    with torch.no_grad():
+        fast(x)
+    assert len(calls) == 2 * len(list(csnn().modules())) - 2 * sum(1 for m in net.modules() if "ATan" in type(m).__name__)
+
+
+def test_the_copy_starts_at_rest_and_the_source_keeps_its_state(x):
+    net = csnn().train()
+    net(x).sum().backward()  # leaves voltages that hang on a graph, which deepcopy alone cannot copy
+    voltages = [m.v for m in net.modules() if hasattr(m, "v_threshold")]
+    fast = sj_tac.convert(net, example_input=x)
+    assert all(m.v == 0.0 for m in fast.modules() if hasattr(m, "v_threshold"))
+    assert fast.training
+    assert [id(v) for v in voltages] == [id(m.v) for m in net.modules() if hasattr(m, "v_threshold")]
+
+
+def test_inplace_changes_the_model_itself(x):
+    net = csnn()
+    with torch.no_grad():
+        expected = sj_tac.convert(net, "preserve", 3)(x)
+        assert sj_tac.convert(net, "preserve", 3, inplace=True) is net
+        assert torch.equal(net(x), expected)
+        assert sj_tac.restore(net, inplace=True) is net
+    assert type(net[0]) is layer.Conv2d
+    assert "_sj_tac" not in vars(net)
+
+
+def test_reset_net_knows_the_swapped_neurons(x):
+    net = csnn()
+    functional.reset_net(net)  # fills the host's cache of modules to reset
+    with torch.no_grad():
+        fast = sj_tac.convert(net, inplace=True)
+        first = fast(x)
+        assert not torch.equal(fast(x), first)
+        functional.reset_net(fast)
+        assert torch.equal(fast(x), first)
+
+
+def test_tied_modules_and_weights_stay_tied(x):
+    net = nn.Sequential(conv(3, 3), norm(3), node("lif", v_threshold=0.2), conv(3, 3), norm(3), node("lif", v_threshold=0.2))
+    net[3].weight = net[0].weight
+    net.head = net[3]
+    fast = sj_tac.convert(net)
+    assert fast[3].weight is fast[0].weight
+    assert fast.head is fast[3]
+    assert list(fast.state_dict()) == list(net.state_dict())
+    back = sj_tac.restore(fast)
+    assert back[3].weight is back[0].weight
+
+
+def test_a_child_of_another_model(x):
+    outer = nn.Sequential(sj_tac.convert(csnn(), "collapse", 4), nn.Linear(3, 2))
+    with torch.no_grad():
+        y = outer(x)
+    assert y.shape == (6, 2, 2)
+    assert torch.equal(y[0], y[3])
+    assert not torch.equal(y[3], y[4])
+    assert len(sj_tac.report(outer[0]).converted) == 3
+
+
+def test_an_error_inside_the_call_leaves_the_net_usable(x):
+    fast = sj_tac.convert(csnn(), "collapse", 4)
+    with torch.no_grad():
+        expected = fast(x)
+
+        def fail(module, args):
+            raise RuntimeError("planned")
+
+        handle = fast[12].register_forward_pre_hook(fail)
+        functional.reset_net(fast)
+        with pytest.raises(RuntimeError, match="planned"):
+            fast(x)
+        handle.remove()
+        functional.reset_net(fast)
+        # Not inside the root's call any more: the parts give frames.
+        assert fast[3](fast[2](fast[1](fast[0](x)))).shape[0] == 6
+        functional.reset_net(fast)
+        assert torch.equal(fast(x), expected)
+
+
+def test_set_k_follows_everywhere(x):
+    net = csnn()
+    for policy in ("preserve", "collapse"):
+        fast = sj_tac.convert(net, policy, 4)
+        with torch.no_grad():
+            for k in (2, 1, 3):
+                report = sj_tac.set_k(fast, k)
+                assert {v.k for v in report.converted} == {k}
+                functional.reset_net(fast)
+                fresh = sj_tac.convert(net, policy, k)
+                assert torch.equal(fast(x), fresh(x))
+                assert same_state(fast, net)
+    fast = sj_tac.convert(net, "collapse", 2)
+    report = sj_tac.set_k(fast, 4, "0")
+    assert [(v.layer, v.k) for v in report.verdicts] == [("0", 4), ("4", 2), ("8", 2), ("13", 4)]
+    with torch.no_grad():
+        assert fast(x).shape[0] == 6
+
+
+def test_restore_makes_a_copy_that_is_the_source(x):
+    net = csnn()
+    for policy in ("preserve", "collapse"):
+        fast = sj_tac.convert(net, policy, 3)
+        back = sj_tac.restore(fast)
+        assert str(back) == str(net)
+        assert same_state(back, net)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in back.modules())
+        assert all("_tac" not in vars(m) for m in back.modules())
+        assert sj_tac.report(fast).converted  # the converted net is still one
+        with torch.no_grad():
+            functional.reset_net(net)
+            assert torch.equal(back(x), net(x))
+
+
+def test_bn_that_moved_is_reported(x):
+    fast = sj_tac.convert(csnn(), "preserve", 2).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sj_tac.restore(fast)
+        sj_tac.set_k(fast, 4)
+    fast(x)
+    with pytest.warns(BatchNormMovedWarning, match=r"restore: the running statistics of \['0', '4'\] .*freeze_bn"):
+        sj_tac.restore(fast)
+    with pytest.warns(BatchNormMovedWarning, match=r"set_k: the running statistics of \['0', '4'\]"):
+        sj_tac.set_k(fast, 8)
+    # A checkpoint brings statistics of its own.
+    fast.load_state_dict(csnn().state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sj_tac.restore(fast)
+
+
+def test_frozen_bn_stays_frozen_and_trainable(x):
+    net = csnn()
+    fast = sj_tac.convert(net, "preserve", 2)
+    assert sj_tac.freeze_bn(fast) == ["1", "5"]
+    fast.train()
+    assert fast.training
+    assert not fast[1].training
+    fast(x).sum().backward()
+    assert fast[1].weight.grad is not None
+    assert torch.equal(fast[1].running_mean, net[1].running_mean)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sj_tac.restore(fast)
+    sj_tac.freeze_bn(fast, False)
+    assert fast[1].training
+    functional.reset_net(fast)
+    fast(x)
+    assert not torch.equal(fast[1].running_mean, net[1].running_mean)
+
+
+def test_k1_in_training_moves_nothing_that_restore_would_miss(x):
+    fast = sj_tac.convert(csnn(), "preserve", 1).train()
+    fast(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sj_tac.restore(fast)
+
+
+def test_learned_weights_are_one_key_a_layer_and_not_dropped_by_accident(x):
+    net = csnn()
+    policy = {"default": {"mode": "preserve", "k": 3, "weights": "learned"}}
+    fast = sj_tac.convert(net, policy)
+    extra = [key for key in fast.state_dict() if key not in net.state_dict()]
+    assert extra == ["0.tac_logits", "4.tac_logits", "8.tac_logits"]
+    fast.load_state_dict(net.state_dict(), strict=True)
+    fast.load_state_dict(fast.state_dict(), strict=True)
+    with torch.no_grad():
+        assert torch.equal(fast(x), sj_tac.convert(net, "preserve", 3)(x))
+    sj_tac.set_k(fast, 2)  # nothing was trained yet, so nothing is lost
+    assert fast[0].tac_logits.shape == (2,)
+
+    fast.train()
+    sj_tac.freeze_bn(fast)
+    functional.reset_net(fast)
+    optimizer = torch.optim.SGD(fast.parameters(), 0.5)
+    fast(x).mean(0)[:, 0].sum().backward()
+    optimizer.step()
+    for action in (lambda: sj_tac.restore(fast), lambda: sj_tac.set_k(fast, 4)):
+        with pytest.raises(ConversionError, match=r"would throw away the trained aggregation weights.*drop_learned=True"):
+            action()
+    sj_tac.set_k(fast, 2)
+    trained = fast[0].tac_logits.detach().clone()
+    functional.reset_net(fast)  # voltages on a graph cannot be deep-copied, converted or not
+    assert torch.equal(copy.deepcopy(fast)[0].tac_logits, trained)
+    assert list(sj_tac.restore(fast, drop_learned=True).state_dict()) == list(net.state_dict())
+    sj_tac.set_k(fast, 4, drop_learned=True)
+    assert fast[0].tac_logits.shape == (4,)
+
+
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+# torch's own: the state that a neuron keeps in a plain attribute is new to export.
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:contextlib", "ignore::FutureWarning")
+def test_torch_compile_and_export_follow_a_converted_net(x, policy):
+    fast = sj_tac.convert(csnn(), policy, 2)
+    with torch.no_grad():
+        expected = fast(x)
+        functional.reset_net(fast)
+        compiled = torch.compile(fast, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+        functional.reset_net(fast)
+        exported = torch.export.export(fast, (x,), strict=False)
+        functional.reset_net(fast)
+        assert torch.equal(exported.module()(x), expected)
+
+
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+def test_float64_and_moving_the_net(policy):
+    net = csnn()
+    fast = sj_tac.convert(net, policy, 3)
+    x = frames(7, 2, 2, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        y = fast.double()(x)
+        again = sj_tac.convert(copy.deepcopy(net).double(), policy, 3)(x)
+    assert y.dtype == torch.float64
+    assert torch.equal(y, again)
