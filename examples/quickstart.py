@@ -14,11 +14,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import datasets
 import nets
-import spikingjelly
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -210,6 +210,8 @@ def main() -> None:
         parser.error(f"--rounds {args.rounds}: at least 1")
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=112)
     tasks = [digits(), events()]
     pairs = [(task, variants(task)) for task in tasks]
     with Progress(console=console, transient=True) as progress:
@@ -219,10 +221,10 @@ def main() -> None:
     for task, results in pairs:
         console.print(tabulate(task, results))
     console.print(
-        f"One checkpoint per table, no fine-tuning. Agreement: same prediction as {SOURCE}. Speed-up: against the faster of\n"
-        f"the two SpikingJelly rows, eager, median of {args.rounds} interleaved batches of {BATCH}, "
-        f"{torch.get_num_threads()} CPU threads ({platform.machine()}),\n"
-        f"torch {torch.__version__}, SpikingJelly {getattr(spikingjelly, '__version__', '?')}, sj_tac {sj_tac.__version__}."
+        f"One checkpoint per table, no fine-tuning. Agreement: same prediction as {SOURCE}.\n"
+        f"Speed-up: against the faster of the two SpikingJelly rows, eager, median of {args.rounds} interleaved batches\n"
+        f"of {BATCH}, {torch.get_num_threads()} CPU threads ({platform.machine()}), torch {torch.__version__}, "
+        f"SpikingJelly {version('spikingjelly')}, sj_tac {sj_tac.__version__}.\n"
     )
     console.print(sj_tac.report(pairs[1][1][-1].net))
     if plot(pairs, args.png):

@@ -159,7 +159,7 @@ class _Operator(nn.Module):
         self.emit = settings.emit
         for child in self.children():
             if hasattr(child, "step_mode"):
-                child.step_mode = "m"
+                setattr(child, "step_mode", "m")  # noqa: B010  (a property of the host's, not a submodule)
         self._timeline = Timeline()
         mean_pool = pool if type(pool) in host.MAX_POOLS else None
         place = drive_place(type(self).__name__, settings, Span(1, stretch), neuron, self._timeline)

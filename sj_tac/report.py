@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -198,10 +199,10 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=140)
-        console.print(self)
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        return str(text)
+        text = io.StringIO()
+        # The terminal's width; wide enough for the reasons where there is no terminal.
+        Console(file=text, width=shutil.get_terminal_size((140, 24)).columns).print(self)
+        return text.getvalue()
 
     def _summary(self) -> str:
         before, after = total_macs(self.verdicts)

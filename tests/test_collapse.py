@@ -104,7 +104,10 @@ def test_k_counts_source_steps_behind_a_collapse():
 
 def test_binary_resets_the_step_and_frames_come_back_at_the_end():
     net = csnn()
-    policy = {"default": {"mode": "preserve", "k": 1}, "rules": [{"match": "0", "mode": "collapse", "k": 4, "spikes": "binary"}]}
+    policy = {
+        "default": {"mode": "preserve", "k": 1},
+        "rules": [{"match": "0", "mode": "collapse", "k": 4, "spikes": "binary"}],
+    }
     fast = sj_tac.convert(net, policy)
     x = frames(10, 2, 2, 8, 8)
     with torch.no_grad(), recorded(fast) as got:

@@ -91,10 +91,13 @@ def test_no_chain_found():
             {"default": {"weights": "learned"}, "rules": [{"match": "0", "normalize": False}]},
             r"rules\[0\] \(match: 0\).*softmax",
         ),
-        ({"rules": [{"match": "conv1"}]}, r"rules\[0\] \(match: conv1\) matches no conv of the model; there are: '0', '4', '8'"),
+        (
+            {"rules": [{"match": "conv1"}]},
+            r"rules\[0\] \(match: conv1\) matches no conv of the model; there are: '0', '4', '8'",
+        ),
         (
             {"rules": [{"match": "*"}, {"match": "4", "mode": "keep"}]},
-            r"rules\[1\] \(match: 4\) is never reached: rules\[0\] \(match: \*\) takes \['4'\] before it.*narrower rule first",
+            r"rules\[1\] \(match: 4\) is never reached: rules\[0\] \(match: \*\) takes \['4'\] before it.*narrower rule",
         ),
     ],
 )
@@ -145,9 +148,9 @@ def test_converting_a_converted_model(net):
 
 @pytest.mark.parametrize("call", [sj_tac.report, sj_tac.restore, sj_tac.freeze_bn, lambda m: sj_tac.set_k(m, 2)])
 def test_asking_a_plain_model(net, call):
-    with pytest.raises(ConversionError, match="Sequential is not a converted model; call sj_tac.convert first"):
+    with pytest.raises(ConversionError, match=r"Sequential is not a converted model; call sj_tac.convert first"):
         call(net)
-    with pytest.raises(ConversionError, match="its module '0' is: call .* on that"):
+    with pytest.raises(ConversionError, match=r"its module '0' is: call .* on that"):
         call(nn.Sequential(sj_tac.convert(net)))
 
 

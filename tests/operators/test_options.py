@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer
-from support import conv, frames, node, norm, plain
+from support import conv, frames, node, norm
 
 from sj_tac import TAC, TACTP
 from sj_tac.errors import ConversionError, InputError, PolicyError
@@ -77,7 +77,7 @@ def test_stretch_makes_a_frame_stand_for_several_steps():
         assert 0 < expected.mean() < 1
         torch.testing.assert_close(stretched(x), expected)
         torch.testing.assert_close(stretched.neuron.v, plainly.neuron.v, rtol=0, atol=1e-12)
-    with pytest.raises(PolicyError, match="k=3 source steps are no whole number of frames.*2 steps"):
+    with pytest.raises(PolicyError, match=r"k=3 source steps are no whole number of frames.*2 steps"):
         TACTP(*copy.deepcopy(parts), 3, stretch=2)
 
 
@@ -174,7 +174,7 @@ def test_autocast_runs_the_conv_in_half_and_the_neuron_in_float32():
 
 def test_wrong_children_and_options_are_refused_by_name():
     parts = [conv(), norm(), node("lif")]
-    with pytest.raises(ConversionError, match="TACTP: conv is a Linear; it must be exactly one of .*Conv2d"):
+    with pytest.raises(ConversionError, match=r"TACTP: conv is a Linear; it must be exactly one of .*Conv2d"):
         TACTP(torch.nn.Linear(1, 1), None, node("lif"))
     with pytest.raises(ConversionError, match="TAC: neuron is a Identity"):
         TAC(conv(), None, torch.nn.Identity())

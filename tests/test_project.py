@@ -1,0 +1,100 @@
+"""The project itself: README code runs, imports stay light, files stay short, every public name is documented."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from spikingjelly.activation_based import functional
+
+import sj_tac
+from sj_tac import Policy
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+SOURCES = [p for folder in ("sj_tac", "rewrites", "examples", "tests") for p in ROOT.joinpath(folder).rglob("*.py")]
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_readme_code_runs_as_printed(tmp_path, monkeypatch, capsys):
+    (policy,) = blocks("yaml")
+    Policy.from_dict(yaml.safe_load(policy))
+    (tmp_path / "policy.yaml").write_text(policy)
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert namespace["votes"].shape == (8, 1, 11)
+    assert type(namespace["model_again"].conv_fc[0]).__name__ == "Conv2d"
+    assert "5 converted" in capsys.readouterr().out
+    functional.reset_net(namespace["model"])
+
+
+def test_readme_names_both_commands_and_the_policy_keys():
+    commands = blocks("bash")
+    assert "pip install -e . && python examples/quickstart.py\n" in commands
+    assert 'pip install -e ".[test]" && pytest\n' in commands
+    for key in sj_tac.policy.Settings.model_fields:
+        assert f"`{key}`" in README
+
+
+@pytest.mark.parametrize(
+    "first", ["sj_tac", "rewrites.swap", "rewrites.timeaxis", "sj_tac.report", "sj_tac.kernels.reference"]
+)
+def test_any_module_can_be_imported_first_and_none_starts_cuda(first):
+    script = (
+        f"import {first}, sys, torch\n"
+        "import sj_tac\n"
+        "assert callable(sj_tac.convert) and callable(sj_tac.report) and callable(sj_tac.plan)\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'cupy' not in sys.modules and 'numba' not in sys.modules\n"
+        "import sj_tac.convert, sj_tac.report\n"
+        "assert callable(sj_tac.report)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_point_downwards():
+    order = [
+        "errors", "timeaxis", "policy", "host", "kernels", "functional", "report", "swapped", "hooks", "operators",
+        "rewrites", "convert",
+    ]  # fmt: skip
+    for path in [*ROOT.joinpath("sj_tac").rglob("*.py"), *ROOT.joinpath("rewrites").glob("*.py")]:
+        own = path.relative_to(ROOT).parts
+        here = "rewrites" if own[0] == "rewrites" else own[1].removesuffix(".py")
+        if own[-1] == "__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("sj_tac", "rewrites"):
+                parts = node.module.split(".")
+                there = "rewrites" if parts[0] == "rewrites" else (parts[1] if len(parts) > 1 else node.names[0].name)
+                assert order.index(there) <= order.index(here), f"{path.name} imports {node.module}"
+
+
+def test_files_are_short():
+    assert SOURCES
+    assert {p.name: n for p in SOURCES if (n := len(p.read_text().splitlines())) > 400} == {}
+
+
+def test_public_names_are_documented():
+    for name in sj_tac.__all__:
+        value = getattr(sj_tac, name)
+        assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            text = inspect.getdoc(value)
+            assert "aises" in text, f"{name} does not say what it raises"
+
+
+def test_the_version_is_one():
+    from importlib.metadata import version
+
+    assert version("sj_tac") == sj_tac.__version__
+    assert (ROOT / "sj_tac" / "py.typed").exists()
