@@ -21,6 +21,10 @@ def _block(in_channels: int, out_channels: int, spiking: nn.Module) -> list[nn.M
     ]
 
 
+def _classifier(features: int, spiking: nn.Module) -> nn.Sequential:
+    return nn.Sequential(layer.Flatten(), layer.Dropout(0.25), layer.Linear(features, 100), spiking, layer.VotingLayer(10))
+
+
 class DigitNet(nn.Module):
     """Rate-coded MNIST: spikes [T, N, 1, 28, 28] in, votes [T, N, 10] out (class score: the mean over T)."""
 
@@ -31,13 +35,7 @@ class DigitNet(nn.Module):
             return neuron.LIFNode(tau=2.0, detach_reset=True, surrogate_function=surrogate.ATan())
 
         self.features = nn.Sequential(*_block(1, channels, lif()), *_block(channels, 2 * channels, lif()))
-        self.classifier = nn.Sequential(
-            layer.Flatten(),
-            layer.Dropout(0.25),
-            layer.Linear(2 * channels * 7 * 7, 100),
-            lif(),
-            layer.VotingLayer(10),
-        )
+        self.classifier = _classifier(2 * channels * 7 * 7, lif())
         functional.set_step_mode(self, "m")
 
     def forward(self, x):
@@ -58,13 +56,7 @@ class EventNet(nn.Module):
             *_block(channels, 2 * channels, plif()),
             *_block(2 * channels, 2 * channels, plif()),
         )
-        self.classifier = nn.Sequential(
-            layer.Flatten(),
-            layer.Dropout(0.25),
-            layer.Linear(2 * channels * 4 * 4, 100),
-            plif(),
-            layer.VotingLayer(10),
-        )
+        self.classifier = _classifier(2 * channels * 4 * 4, plif())
         functional.set_step_mode(self, "m")
 
     def forward(self, x):

@@ -18,8 +18,8 @@ from sj_tac import host
 from sj_tac.operators import Swap, chain_swaps, drive_place
 from sj_tac.policy import Settings
 from sj_tac.report import Reason, Refusal
+from sj_tac.spans import PLAIN, Span, Timeline
 from sj_tac.swapped import FiringPlace, NormPlace, Place, source_class
-from sj_tac.timeaxis import PLAIN, Span, Timeline
 
 
 @dataclass(frozen=True)

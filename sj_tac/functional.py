@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels import reference
-from sj_tac.timeaxis import group_lengths
+from sj_tac.spans import group_lengths
 
 __all__ = ["aggregate", "decay_weights", "expand", "temporal_sum"]
 

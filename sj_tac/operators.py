@@ -16,6 +16,7 @@ from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import reference, registry
 from sj_tac.policy import Settings
+from sj_tac.spans import Span, Timeline
 from sj_tac.swapped import (
     CONV_SWAPS,
     LOGITS,
@@ -27,7 +28,6 @@ from sj_tac.swapped import (
     SharedDriveConv2d,
     source_class,
 )
-from sj_tac.timeaxis import Span, Timeline
 
 
 @dataclass(frozen=True)

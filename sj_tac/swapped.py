@@ -22,7 +22,7 @@ from sj_tac import host
 from sj_tac.errors import InputError
 from sj_tac.functional import decay_weights, learned_weights, temporal_sum
 from sj_tac.kernels import reference
-from sj_tac.timeaxis import PLAIN, Span, Timeline
+from sj_tac.spans import PLAIN, Span, Timeline
 
 LOGITS = "tac_logits"
 

@@ -53,7 +53,7 @@ def test_k1_gives_every_layers_spikes(case):
 
 
 def test_preserve_computes_each_layer_from_its_own_aggregated_input(case):
-    """Every converted conv's drive, from the input it was given, by the definition; the rest of the net is the host's."""
+    """Every layer on the input it was given: the drive by the definition, the spikes by the source's own modules."""
     _, net, x, example = case
     k = 2
     fast = sj_tac.convert(net, "preserve", k, example_input=example)
@@ -66,7 +66,8 @@ def test_preserve_computes_each_layer_from_its_own_aggregated_input(case):
 
     for module in names:
         module.register_forward_hook(watch)
-    with torch.no_grad():
+    functional.reset_net(net)
+    with torch.no_grad(), recorded(fast) as spikes:
         fast(x)
         for name in chains:
             source = net.get_submodule(name)
@@ -78,6 +79,10 @@ def test_preserve_computes_each_layer_from_its_own_aggregated_input(case):
                 aggregated = sum(w / sum(weights) * f for w, f in zip(weights, group, strict=True))
                 drives += [source(aggregated.unsqueeze(0))] * len(group)
             torch.testing.assert_close(outputs[name], torch.cat(drives), rtol=1e-4, atol=1e-5)
+            chain = fast._sj_tac.analysis.chains[name]
+            normalized = net.get_submodule(chain.norm)(outputs[name]) if chain.norm else outputs[name]
+            assert torch.equal(spikes[chain.neuron][0], net.get_submodule(chain.neuron)(normalized)), name
+            assert 0.01 < spikes[chain.neuron][0].mean() < 0.7, name
 
 
 def beta_of(node):
