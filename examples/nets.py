@@ -9,7 +9,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import nn
 
 DIGITS_T = 16
-EVENTS_T = 16
+EVENTS_T = 32
 
 
 def _block(in_channels: int, out_channels: int, spiking: nn.Module) -> list[nn.Module]:
@@ -49,7 +49,7 @@ class EventNet(nn.Module):
         super().__init__()
 
         def plif() -> nn.Module:
-            return neuron.ParametricLIFNode(init_tau=2.0, detach_reset=True, surrogate_function=surrogate.ATan())
+            return neuron.ParametricLIFNode(init_tau=1.5, detach_reset=True, surrogate_function=surrogate.ATan())
 
         self.features = nn.Sequential(
             *_block(2, channels, plif()),

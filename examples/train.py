@@ -114,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["digits", "events"])
     parser.add_argument("--data", type=Path, required=True, help="the folder (digits) or the .npz (events)")
-    parser.add_argument("--epochs", type=int, help="passes over the training set (digits 3, events 40)")
+    parser.add_argument("--epochs", type=int, help="passes over the training set (digits 3, events 36)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if not args.data.exists():
@@ -123,7 +123,7 @@ def main() -> None:
     if args.task == "digits":
         train_digits(args.data, args.epochs or 3)
     else:
-        train_events(args.data, args.epochs or 40)
+        train_events(args.data, args.epochs or 36)
 
 
 if __name__ == "__main__":

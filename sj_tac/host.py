@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from spikingjelly.activation_based import base, functional, layer, neuron
+from spikingjelly.activation_based import base, functional
+from spikingjelly.activation_based import layer as layer
+from spikingjelly.activation_based import neuron as neuron
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd

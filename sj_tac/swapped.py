@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from spikingjelly.activation_based import layer, neuron
 from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import InputError
 from sj_tac.functional import decay_weights, learned_weights, temporal_sum
+from sj_tac.host import layer, neuron
 from sj_tac.kernels import reference
 from sj_tac.spans import PLAIN, Span, Timeline
 

@@ -56,15 +56,18 @@ def test_every_neuron_and_surrogate(kind, v_reset, decay_input, detach_reset, su
             assert_same_bits(expected, run(operator, list(operator.parameters()), chunks))
 
 
-@pytest.mark.parametrize("steps", range(1, 18))
-def test_every_number_of_frames(steps):
-    torch.manual_seed(1)
-    parts = [conv(), norm(), node("lif", v_threshold=0.3)]
-    chunks = [frames(steps, 1, 2, 6, 5), frames(18 - steps, 1, 2, 6, 5, seed=1)]
-    source = plain(*parts)
-    expected = run(source, list(source.parameters()), chunks)
-    for operator in operators(*parts):
-        assert_same_bits(expected, run(operator, list(operator.parameters()), chunks))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
+def test_every_number_of_frames(kind, v_reset, decay_input, dtype):
+    for steps in range(1, 18):
+        torch.manual_seed(steps)
+        parts = [m.to(dtype) for m in (conv(), norm(), node(kind, v_reset, decay_input, v_threshold=0.1))]
+        chunks = [frames(t, 1, 2, 6, 5, dtype=dtype, seed=t) for t in (steps, 18 - steps, 1)]
+        source = plain(*parts)
+        expected = run(source, list(source.parameters()), chunks)
+        assert expected[0].count_nonzero() > 0
+        for operator in operators(*parts):
+            assert_same_bits(expected, run(operator, list(operator.parameters()), chunks))
 
 
 @pytest.mark.parametrize(
