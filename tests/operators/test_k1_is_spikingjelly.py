@@ -61,7 +61,9 @@ def test_every_neuron_and_surrogate(kind, v_reset, decay_input, detach_reset, su
 def test_every_number_of_frames(kind, v_reset, decay_input, dtype):
     for steps in range(1, 18):
         torch.manual_seed(steps)
-        parts = [m.to(dtype) for m in (conv(), norm(), node(kind, v_reset, decay_input, v_threshold=0.1))]
+        # Within reach from where the voltage rests, so that even one frame can fire.
+        spiking = node(kind, v_reset, decay_input, v_threshold=(v_reset or 0.0) + 0.1)
+        parts = [m.to(dtype) for m in (conv(), norm(), spiking)]
         chunks = [frames(t, 1, 2, 6, 5, dtype=dtype, seed=t) for t in (steps, 18 - steps, 1)]
         source = plain(*parts)
         expected = run(source, list(source.parameters()), chunks)
