@@ -103,6 +103,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"there are: {', '.join(map(repr, names[:8]))}{' ...' if len(names) > 8 else ''}"
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe loader, but for keys that stand twice, of which it would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for (key, _), value in zip(node.value, keys, strict=True):
+            if keys.count(value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {value!r} stands twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 class Policy(BaseModel):
     """A versioned list of rules over a default. Immutable; ``load``, ``save``, ``from_dict``."""
 
@@ -144,11 +155,11 @@ class Policy(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             raise PolicyError(f"policy file {str(file)!r} cannot be read: {error}") from None
         try:
-            values = yaml.safe_load(text)
+            values = yaml.load(text, _StrictLoader)
         except yaml.constructor.ConstructorError as error:
             raise PolicyError(
                 f"{file}: {error.problem} (line {error.problem_mark.line + 1 if error.problem_mark else '?'}); "
-                "a policy is plain data, tags that build Python objects are not read"
+                "a policy is plain data: no tags that build Python objects, every key once"
             ) from None
         except yaml.YAMLError as error:
             raise PolicyError(f"{file} is no YAML: {error}") from None

@@ -116,6 +116,7 @@ def test_a_wrong_policy(net, policy, message):
         ("# only a comment\n", r"p.yaml is empty"),
         ("default: {mode: [", r"p.yaml is no YAML: "),
         ("default: !!python/object/apply:os.system ['true']", r"p.yaml: .*tag.*python.*\(line 1\); a policy is plain data"),
+        ("default: {mode: keep, k: 2, mode: preserve}", r"p.yaml: key 'mode' stands twice \(line 1\).*every key once"),
         ("- match: a", r"p.yaml: a policy is a mapping .*got list"),
         ("default: {mode: perserve}", r"p.yaml: default.mode is 'perserve'; did you mean 'preserve'"),
         ("rules: [{match: conv9}]", r"p.yaml, rules\[0\] \(match: conv9\) matches no conv"),
