@@ -168,6 +168,8 @@ class _Walk:
             return Refusal(Reason.COLLAPSE_POOL, f"its MaxPool {name!r} is called more than once in one forward")
         if getattr(pool, "return_indices", False):
             return Refusal(Reason.COLLAPSE_POOL, f"its MaxPool {name!r} returns indices")
+        if not steps[at].per_frame:
+            return Refusal(Reason.COLLAPSE_POOL, f"its MaxPool {name!r} is in step_mode 's'")
         return None
 
     def mean_pool(self, steps: list[Step], node: int) -> int | None:
@@ -178,7 +180,7 @@ class _Walk:
             kind = source_class(self.module(name)) if name else None
             if kind in host.MAX_POOLS:
                 last = i
-            elif kind not in (*host.POOLS, *host.DROPOUTS, nn.Identity):
+            elif kind not in (*host.POOLS, *host.DROPOUTS, nn.Identity) or not steps[i].per_frame:
                 break
         return last
 

@@ -154,6 +154,17 @@ def test_a_module_shared_by_two_chains_refuses_both():
         sj_tac.convert(net)
 
 
+def test_a_pool_that_cannot_take_the_mean_is_named():
+    single = layer.MaxPool2d(2)
+    indices = layer.MaxPool2d(2, return_indices=True, step_mode="m")
+    for pool, words in ((single, "step_mode 's'"), (indices, "returns indices")):
+        net = nn.Sequential(conv(), norm(), node("lif"), layer.Dropout(0.1, step_mode="m"), pool)
+        verdict = sj_tac.plan(net, "collapse")["0"]
+        assert verdict.reason == "COLLAPSE_POOL"
+        assert words in verdict.detail
+        assert len(sj_tac.plan(net, "preserve").converted) == 1
+
+
 def test_questions_about_the_shape_are_no_second_reader():
     class Asks(nn.Module):
         def __init__(self):
