@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 MIXED = HERE / "policies" / "mixed.yaml"
 BATCH = 100
 SOURCE = "SpikingJelly"
-FUSED = "SpikingJelly, conv+BN fused"
+FUSED = "SpikingJelly, BN folded"
 
 
 @dataclass

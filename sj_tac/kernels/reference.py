@@ -23,7 +23,7 @@ def weighted_sum(frames: Tensor, weights: Sequence[float | Tensor]) -> Tensor:
     wide = frames.to(accumulation_dtype(frames.dtype))
     total = wide[:, 0] * weights[0]
     for j in range(1, len(weights)):
-        total = total + wide[:, j] * weights[j]
+        total.add_(wide[:, j] * weights[j])
     return total.to(frames.dtype)
 
 
