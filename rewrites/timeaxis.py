@@ -41,6 +41,9 @@ class Layout:
     drives: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
     stretched: dict[str, Span] = field(default_factory=dict)
+    # Of the fused chains: the kernel that will run, and why a chain is not fused or not on the fastest kernel.
+    kernels: dict[str, str] = field(default_factory=dict)
+    unfused: dict[str, str] = field(default_factory=dict)
 
 
 def skeleton(model: nn.Module, graph: fx.Graph) -> tuple[list[Step] | None, str]:

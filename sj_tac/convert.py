@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap
 from rewrites.chains import Chain, find_chains
+from rewrites.fuse import Link, find_links
+from rewrites.fuse import fuse as fuse_chains
 from rewrites.timeaxis import Layout, Step, lay_out, skeleton
 from rewrites.trace import as_arguments, trace
 from sj_tac import host
@@ -21,6 +23,7 @@ from sj_tac.kernels import registry
 from sj_tac.operators import has_trained_logits
 from sj_tac.policy import Rule, Settings, as_policy, name_matches, nearest
 from sj_tac.report import Reason, Refusal, Report, Verdict
+from sj_tac.spans import Timeline
 from sj_tac.swapped import NormPlace, is_swapped
 
 RECORD = "_sj_tac"
@@ -35,8 +38,16 @@ class Analysis:
     steps: list[Step] | None
     branches: str
     macs: dict[str, tuple[int, int]]
-    kernel: str
+    backend: str
+    links: dict[str, Link] | None
     layout: Layout
+
+    def lay_out(self, model: nn.Module, settings: dict[str, Settings]) -> Layout:
+        """The layout of ``model`` under other settings. Changes nothing."""
+        layout = lay_out(model, self.chains, settings, self.steps, self.branches)
+        if self.links is not None:
+            fuse_chains(model, layout, self.chains, self.links, self.backend)
+        return layout
 
     def report(self, model: nn.Module, title: str) -> Report:
         verdicts = []
@@ -50,8 +61,18 @@ class Analysis:
                 detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"
                 if span.stretch == 1:
                     detail = "runs one step on every frame behind a binary collapse"
-                verdicts.append(Verdict(name, "stretched", k=span.stretch, kernel=self.kernel, detail=detail))
+                verdicts.append(Verdict(name, "stretched", k=span.stretch, kernel="reference", detail=detail))
         return Report(tuple(verdicts), title)
+
+    def kernel(self, name: str, drive: Any) -> tuple[str, str]:
+        """What ran in the last call, or will run: a kernel and what keeps the chain from a faster one."""
+        fusion = drive.fusion
+        if fusion is None:
+            why = self.layout.unfused.get(name, "")
+            return "reference", f"not fused: {why}" if why else ""
+        if fusion.ran and fusion.ran not in registry.AVAILABLE:
+            return "reference", f"not fused in the last call: {fusion.ran}"
+        return f"{fusion.ran or self.layout.kernels[name]}, fused", self.layout.unfused[name]
 
     def verdict(self, name: str, conv: nn.Module) -> Verdict:
         chain, drive = self.chains[name], self.layout.drives.get(name)
@@ -59,9 +80,8 @@ class Analysis:
         before = seen[0] * seen[1] if seen else None
         if drive is not None:
             after = len(drive.groups(seen[0])) * seen[1] if seen else None
-            return Verdict(
-                name, "converted", drive.mode, drive.k, self.kernel, detail="", macs_before=before, macs_after=after
-            )
+            kernel, why = self.kernel(name, drive)
+            return Verdict(name, "converted", drive.mode, drive.k, kernel, None, why, "", before, after)
         if name in self.layout.stretched:
             span = self.layout.stretched[name]
             after = len(span.lengths(seen[0])) * seen[1] if seen else None
@@ -87,6 +107,7 @@ def convert(
     *,
     example_input: Any = None,
     backend: str = "auto",
+    fuse: bool = True,
     inplace: bool = False,
 ) -> nn.Module:
     """A copy of ``model`` whose Conv -> BatchNorm -> LIF chains run one convolution for every ``k`` frames.
@@ -97,7 +118,8 @@ def convert(
             or the path of a YAML file.
         k: frames per convolution where the policy does not say.
         example_input: a real input; needed by models that ask their input's shape in forward, and fills the report's MACs.
-        backend: "auto", or the name of a kernel that must run.
+        backend: "auto" (numba on the CPU, else reference), or the name of a kernel that must run.
+        fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
 
     Returns:
@@ -107,9 +129,9 @@ def convert(
         ModelTypeError, ConversionError (no chain, converted before, no deep copy), TraceError, PolicyError, BackendError.
         The model is then as it was.
     """
-    kernel = registry.choose(backend)
+    backend = registry.choose(backend)
     target = model if inplace else _copy(model)
-    analysis = _analyse(target, policy, k, example_input, kernel)
+    analysis = _analyse(target, policy, k, example_input, backend, fuse)
     if not analysis.layout.drives:
         raise ConversionError(_no_chain(model, analysis))
     if not inplace:
@@ -122,7 +144,7 @@ def convert(
 def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
     """The verdicts that ``convert`` would give, without converting; no chain is no error here. Raises as ``convert``."""
     target = _copy(model)
-    analysis = _analyse(target, policy, k, example_input, registry.choose("auto"))
+    analysis = _analyse(target, policy, k, example_input, registry.choose("auto"), True)
     return analysis.report(target, f"plan for {type(model).__name__}")
 
 
@@ -177,7 +199,7 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
     if not chosen:
         raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.layout.drives)}")
     settings = old.settings | {name: old.settings[name].model_copy(update={"k": k}) for name in chosen}
-    layout = lay_out(converted, old.chains, settings, old.steps, old.branches)
+    layout = old.lay_out(converted, settings)
     lost = [name for name in old.layout.drives if name not in layout.drives]
     if lost:
         why = layout.refused[lost[0]].detail
@@ -190,7 +212,7 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
         drive.seen = old.layout.drives[name].seen
     for handle in record.handles:
         handle.remove()
-    analysis = Analysis(old.chains, settings, old.steps, old.branches, old.macs, old.kernel, layout)
+    analysis = replace(old, settings=settings, layout=layout)
     setattr(converted, RECORD, Record(analysis, swap.apply(converted, layout), record.title))
     return report(converted)
 
@@ -214,7 +236,7 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     return names
 
 
-def _analyse(model: nn.Module, policy: Any, k: int, example_input: Any, kernel: str) -> Analysis:
+def _analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fuse: bool) -> Analysis:
     """Trace, find chains, apply the policy, lay out time. Changes nothing in ``model``."""
     _check_plain(model)
     checked = as_policy(policy, k)
@@ -223,10 +245,12 @@ def _analyse(model: nn.Module, policy: Any, k: int, example_input: Any, kernel: 
     resolved = checked.resolve(list(chains))
     settings = {name: found for name, (found, _) in resolved.items()}
     steps, branches = skeleton(model, graph)
-    layout = lay_out(model, chains, settings, steps, branches)
-    _check_exact_rules(resolved, chains, layout, checked._source)
+    links = find_links(model, graph, chains) if fuse else None
     macs = {} if example_input is None else _measure(model, as_arguments(example_input))
-    return Analysis(chains, settings, steps, branches, macs, kernel, layout)
+    analysis = Analysis(chains, settings, steps, branches, macs, backend, links, Layout(Timeline()))
+    analysis.layout = analysis.lay_out(model, settings)
+    _check_exact_rules(resolved, chains, analysis.layout, checked._source)
+    return analysis
 
 
 def _check_exact_rules(

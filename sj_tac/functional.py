@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sj_tac import host
+from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
 from sj_tac.spans import group_lengths
 
-__all__ = ["aggregate", "decay_weights", "expand", "temporal_sum"]
+__all__ = ["aggregate", "decay_weights", "expand", "fire", "temporal_sum"]
 
 
 def temporal_sum(beta: float | Tensor, steps: int) -> float | Tensor:
@@ -87,3 +89,68 @@ def expand(y: Tensor, k: int, steps: int) -> Tensor:
 def learned_weights(logits: Tensor, frames: int, dtype: torch.dtype) -> list[Tensor]:
     """Softmax of the last ``frames`` logits of [K]: trainable weights that sum to 1 for whole groups and tails."""
     return list(torch.softmax(logits[-frames:].to(dtype), 0).unbind())
+
+
+def merged_steps(node: nn.Module, lengths: Sequence[int], normalize: bool, dtype: torch.dtype) -> Tensor:
+    """beta^K and gamma S_K (gamma where not normalised) of one step that stands for ``lengths[g]``: [G, 2]."""
+    beta, gamma = host.decay(node, dtype), host.input_gain(node, dtype)
+    rows = [[beta**n, gamma * temporal_sum(beta, n) if normalize else gamma] for n in lengths]
+    return torch.stack([torch.stack([torch.as_tensor(value, dtype=dtype) for value in row]) for row in rows])
+
+
+def fire(
+    y: Tensor,
+    node: nn.Module,
+    k: int = 1,
+    *,
+    steps: int | None = None,
+    v: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    pool: nn.Module | None = None,
+    weights: Tensor | None = None,
+    group: int = 1,
+    merge: bool = False,
+    normalize: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """BatchNorm affine -> ``k`` neuron steps on each drive -> pool -> weighted sums, in one pass over ``y``.
+
+    Args:
+        y: drives [G, N, C, H, W], before the BatchNorm. Half inputs run in float32, and spikes come back in half.
+        node: a LIFNode, IFNode or ParametricLIFNode; its state is neither read nor written.
+        k, steps: steps on each drive, and in all (default G * k); the last drive gets what is left.
+        v: voltages [N, C, H, W]; default: at rest.
+        scale, shift: [C], of a BatchNorm in eval mode.
+        pool: MaxPool2d or AvgPool2d, or None.
+        weights, group: one weight for each step [T], summed in groups of ``group``; None for the frames themselves.
+        merge: one step on each drive that stands for k of them, as TAC's binary collapse; ``normalize`` as there.
+
+    Returns:
+        Frames [T, N, C, H', W'], or [ceil(T / group), ...]; and the voltages afterwards. Gradients flow to y, scale, shift, v,
+        weights and a PLIF's w; nothing of T frames is saved for them by the fused kernels.
+
+    Raises:
+        ValueError: shapes or numbers that do not fit. BackendError: a named backend that cannot run this.
+    """
+    total = y.shape[0] * k if steps is None else steps
+    if y.dim() != 5 or k < 1 or len(group_lengths(total, k)) != y.shape[0]:
+        raise ValueError(
+            f"fire got drives {list(y.shape)} with k={k} and {total} steps; it takes [ceil(steps / k), N, C, H, W]"
+        )
+    lengths = group_lengths(total, k)
+    emitted = len(lengths) if merge else total
+    if weights is not None and (tuple(weights.shape) != (emitted,) or group < 1):
+        raise ValueError(
+            f"fire got weights {list(weights.shape)} in groups of {group} for {emitted} steps; one weight a step"
+        )
+    kernel, _ = kernels.choose(backend, node, pool, y.device)
+    wide = reference.accumulation_dtype(y.dtype)
+    if v is None:
+        v = torch.full(y.shape[1:], host.resting_voltage(node), dtype=wide, device=y.device)
+    linear = merged_steps(node, lengths, normalize, wide) if merge else None
+    tensors = [None if x is None else x.to(wide) for x in (scale, shift, weights)]
+    out, last = kernels.RUNNERS[kernel](
+        y.to(wide), node, v.to(wide), lengths, linear, tensors[0], tensors[1], pool, tensors[2], group
+    )
+    return out.to(y.dtype), last

@@ -17,6 +17,8 @@ from sj_tac.swapped import Place
 class Expand:
     """Forward hook of the last module of a collapsed region: every frame as often as it stands for a source frame."""
 
+    of_sj_tac = True
+
     def __init__(self, place: Place) -> None:
         self.place = place
 
@@ -29,6 +31,8 @@ class Expand:
 
 class Enter:
     """Forward pre-hook of the converted net: from here to ``Leave``, frames may travel in groups."""
+
+    of_sj_tac = True
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline

@@ -11,6 +11,7 @@ import torch
 from spikingjelly.activation_based import base, functional
 from spikingjelly.activation_based import layer as layer
 from spikingjelly.activation_based import neuron as neuron
+from spikingjelly.activation_based import surrogate as surrogate
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -30,6 +31,9 @@ POOLS: tuple[type[nn.Module], ...] = (
     nn.AvgPool2d,
 )
 DROPOUTS: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, nn.Dropout)
+FUSED_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d, layer.AvgPool2d)
+# What a weighted sum of frames may pass through, because it treats all frames alike and is linear in them.
+LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, layer.AvgPool2d, nn.Identity)
 # What treats every frame [N, ...] alike, so that it may as well run on frames that stand for several steps.
 PER_FRAME: tuple[type[nn.Module], ...] = (
     layer.Conv2d,
@@ -105,6 +109,86 @@ def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
 def resting_voltage(node: Any) -> float:
     """r: where the voltage decays to, ``v_reset``, or 0 for a soft reset."""
     return 0.0 if node.v_reset is None else float(node.v_reset)
+
+
+def has_user_hooks(module: nn.Module) -> bool:
+    """True where a forward hook or pre-hook watches the module, other than sj_tac's own."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not getattr(hook, "of_sj_tac", False) for hook in hooks)
+
+
+def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
+    """Ordinary steps on the drives [T, ...] from ``voltage``, by the host's own functions: spikes [T, ...], last voltage."""
+    shared = (node.v_threshold, node.v_reset, node.surrogate_function, node.detach_reset)
+    if isinstance(node, neuron.ParametricLIFNode):
+        spikes, last, _ = functional.plif_multi_step(drives, voltage, node.w, node.decay_input, *shared)
+    elif isinstance(node, neuron.LIFNode):
+        spikes, last, _ = functional.lif_multi_step(drives, voltage, float(node.tau), node.decay_input, *shared)
+    else:
+        spikes, last, _ = functional.if_multi_step(drives, voltage, *shared)
+    return spikes, last
+
+
+def charge_mode(node: Any, merged: bool) -> int:
+    """How a fused kernel orders the operations of the charge, so that its spikes are the host's; see kernels/numba_cpu.py."""
+    if merged:
+        return 5
+    if isinstance(node, neuron.ParametricLIFNode):
+        return 2 if node.decay_input else 3
+    if isinstance(node, neuron.LIFNode):
+        return 0 if node.decay_input else 1
+    return 4
+
+
+# The surrogates whose derivative the fused kernels know, numbered as the host numbers them.
+FUSED_SURROGATES: tuple[type[nn.Module], ...] = (
+    surrogate.Sigmoid,
+    surrogate.ATan,
+    surrogate.PiecewiseQuadratic,
+    surrogate.PiecewiseExp,
+    surrogate.SoftSign,
+    surrogate.SuperSpike,
+    surrogate.Erf,
+)
+
+
+def fused_surrogate(node: Any) -> tuple[int, float] | None:
+    """Number and alpha of a neuron's surrogate, where the fused kernels know it."""
+    function = node.surrogate_function
+    if type(function) not in FUSED_SURROGATES or not function.spiking or not isinstance(function.alpha, (int, float)):
+        return None
+    return FUSED_SURROGATES.index(type(function)), float(function.alpha)
+
+
+def affine(norm: Any) -> tuple[Tensor, Tensor]:
+    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
+    invstd = 1 / torch.sqrt(norm.running_var + norm.eps)
+    scale = invstd if norm.weight is None else norm.weight * invstd
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else norm.bias + shift
+
+
+def pool_frames(pool: Any, frames: Tensor) -> Tensor:
+    """A pool on frames [T, N, C, H, W], by torch's own class, whatever the module has become."""
+    kind = nn.MaxPool2d if isinstance(pool, nn.MaxPool2d) else nn.AvgPool2d
+    pooled: Tensor = functional.seq_to_ann_forward(frames, lambda x: kind.forward(pool, x))
+    return pooled
+
+
+def pool_window(pool: Any) -> tuple[int, ...] | None:
+    """(kh, kw, sh, sw, ph, pw) of a pool that the fused kernels know, else None."""
+
+    def pair(value: Any) -> tuple[int, int]:
+        return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+    plain = not pool.ceil_mode
+    if isinstance(pool, nn.MaxPool2d):
+        plain = plain and not pool.return_indices and pair(pool.dilation) == (1, 1)
+    elif isinstance(pool, nn.AvgPool2d):
+        plain = plain and pool.divisor_override is None and (pool.count_include_pad or pair(pool.padding) == (0, 0))
+    else:
+        return None
+    return (*pair(pool.kernel_size), *pair(pool.stride), *pair(pool.padding)) if plain else None
 
 
 def take_state(node: Any, frames: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.errors import InputError
 from sj_tac.functional import decay_weights, learned_weights, temporal_sum
+from sj_tac.fusion import Fusion
 from sj_tac.host import layer, neuron
 from sj_tac.kernels import reference
 from sj_tac.spans import PLAIN, Span, Timeline
@@ -33,11 +34,18 @@ class Place:
 
     timeline: Timeline
     span: Span = PLAIN
+    # The chain it belongs to, where that may run as one operator; its modules then leave the work to the neuron.
+    fusion: Fusion | None = field(default=None, kw_only=True)
+
+    @property
+    def fused(self) -> Fusion | None:
+        """The chain's fusion, in a call that runs fused."""
+        return self.fusion if self.fusion is not None and self.fusion.active and self.timeline.grouped else None
 
     def run(self, x: Tensor, out: Span, function: Callable[[Tensor, int], Tensor]) -> Tensor:
         """``function(frames, T)`` on frames of ``self.span``, whichever rate ``x`` comes at; the result has span ``out``."""
         if self.timeline.grouped and self.timeline.steps is not None:
-            return function(x, self.timeline.steps)
+            return function(x, x.shape[0] if self.span.is_plain else self.timeline.steps)
         steps = x.shape[0]
         x = x if self.span.is_plain else reference.first(x, self.span.lengths(steps))
         y = function(x, steps)
@@ -125,15 +133,29 @@ class SharedDriveConv2d(layer.Conv2d):
         if place.timeline.grouped and place.timeline.steps is None:
             # The first chain of the running call: nothing was collapsed before it, so its frames are the input's.
             place.timeline.steps = x.shape[0] * place.span.factor
+        if place.fusion is not None and place.fusion.begin(x):
+            return self._fused_drive(x, place.fusion)
         return place.run(x, place.out, self._drive)
+
+    def _fused_drive(self, x: Tensor, fusion: Fusion) -> Tensor:
+        """The drives of all groups, not repeated: the chain's neuron runs its steps on them."""
+        if fusion.arriving:
+            fusion.arriving = False
+        else:
+            x = self._aggregate(x, self._tac.groups(fusion.steps))
+        y: Tensor = super().forward(x)
+        self._see(fusion.steps, y)
+        return y
+
+    def _see(self, steps: int, y: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            self._tac.seen = (steps, y[0, 0].numel() * self.weight[0].numel())
 
     def _drive(self, x: Tensor, steps: int) -> Tensor:
         place = self._tac
         groups = place.groups(steps)
         y: Tensor = super().forward(self._aggregate(x, groups))
-        if not torch.compiler.is_compiling():
-            macs = y[0, 0].numel() * self.weight[0].numel()
-            place.seen = (steps, macs)
+        self._see(steps, y)
         return reference.repeat(y, [len(g) for g in groups]) if place.mode == "preserve" else y
 
     def _aggregate(self, x: Tensor, groups: list[list[int]]) -> Tensor:
@@ -211,6 +233,8 @@ class _PlacedNode(neuron.BaseNode):
 
     def multi_step_forward(self, x_seq: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         place = self._tac
+        if place.fused is not None:
+            return place.fused.fire(x_seq)
         if place.merge > 1:
             return place.run(x_seq, place.out, self._merged_steps)
         if place.span.is_plain:
@@ -265,9 +289,12 @@ class _PlacedNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         place = self._tac
+        if self.training:
+            place.moved = place.moved or place.aggregated
+        if place.fused is not None:
+            return place.fused.normalize(self, x, super().forward)
         if not self.training:
             return super().forward(x)
-        place.moved = place.moved or place.aggregated
         steps = place.timeline.steps if place.timeline.grouped else None
         if steps is not None and not place.span.is_plain and steps % place.span.factor:
             lengths = place.span.lengths(steps)
@@ -296,11 +323,23 @@ class TACMaxPool2d(layer.MaxPool2d):
         if self.step_mode == "s":
             result: Tensor = super().forward(x)
             return result
+        if self._tac.fused is not None:
+            return x
         span = self._tac.span
         return Place(self._tac.timeline, span.unstretched()).run(x, span, self._pool)
 
     def _pool(self, x: Tensor, steps: int) -> Tensor:
         return reference.mean(super().forward(x), self._tac.span.inner_steps(steps))
+
+
+class TACAvgPool2d(layer.AvgPool2d):
+    """AvgPool2d that a fused chain has absorbed; frames that are means of steps it may average as they are."""
+
+    _tac: Place
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x if self._tac.fused is not None and self.step_mode == "m" else super().forward(x)
+        return result
 
 
 SWAPS: dict[type[nn.Module], type[nn.Module]] = {
@@ -310,6 +349,7 @@ SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     layer.BatchNorm2d: TACBatchNorm2d,
     layer.ThresholdDependentBatchNorm2d: TACThresholdDependentBatchNorm2d,
     layer.MaxPool2d: TACMaxPool2d,
+    layer.AvgPool2d: TACAvgPool2d,
 }
 CONV_SWAPS: dict[str, type[nn.Module]] = {"preserve": TACTPConv2d, "collapse": TACConv2d}
 _SOURCES = {new: old for old, new in SWAPS.items()} | dict.fromkeys(CONV_SWAPS.values(), layer.Conv2d)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from sj_tac.errors import BackendError
 from sj_tac.kernels import reference
 
-AVAILABLE = (reference.NAME,)
-PLANNED = ("numba", "cupy")
+NUMBA = "numba"
+AVAILABLE = (reference.NAME, NUMBA)
+PLANNED = ("cupy",)
 
 
 def choose(backend: str) -> str:
@@ -15,9 +16,7 @@ def choose(backend: str) -> str:
     Raises:
         BackendError: the named backend is unknown or not in this version.
     """
-    if backend == "auto":
-        return reference.NAME
-    if backend in AVAILABLE:
+    if backend == "auto" or backend in AVAILABLE:
         return backend
     if backend in PLANNED:
         raise BackendError(

@@ -1,0 +1,115 @@
+"""``fire`` by backend: what each can do, and the same call for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac import host
+from sj_tac.errors import BackendError
+from sj_tac.kernels import reference, registry
+
+
+def numba_problem(node: nn.Module, pool: nn.Module | None, device: torch.device | None) -> str:
+    """Why the Numba kernel cannot run this neuron and pool on this device; empty where it can."""
+    if device is not None and device.type != "cpu":
+        return f"the numba kernel runs on the CPU, not on {device}"
+    if host.fused_surrogate(node) is None:
+        names = ", ".join(t.__name__ for t in host.FUSED_SURROGATES)
+        found = type(node.surrogate_function).__name__
+        return f"the numba kernel has no derivative of surrogate {found}, only of {names} in spiking mode"
+    if pool is not None and host.pool_window(pool) is None:
+        return f"the numba kernel does not pool with this {type(pool).__name__}'s options"
+    return ""
+
+
+def choose(backend: str, node: nn.Module, pool: nn.Module | None, device: torch.device | None) -> tuple[str, str]:
+    """The kernel that runs, and why it is not the fastest one. Raises BackendError where a named one cannot."""
+    if backend == reference.NAME:
+        return reference.NAME, ""
+    problem = numba_problem(node, pool, device)
+    if problem and backend == registry.NUMBA:
+        raise BackendError(f"backend='numba': {problem}; use backend=\"auto\", which falls back to 'reference'")
+    return (reference.NAME if problem else registry.NUMBA), problem
+
+
+def run_reference(
+    y: Tensor,
+    node: Any,
+    v0: Tensor,
+    lengths: Sequence[int],
+    linear: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    pool: nn.Module | None,
+    weights: Tensor | None,
+    group: int,
+) -> tuple[Tensor, Tensor]:
+    """The definition in plain PyTorch; ``linear`` [G, 2] makes every drive one merged step."""
+    if scale is not None and shift is not None:
+        y = y * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
+    if linear is None:
+        spikes, v = host.steps_on(node, reference.repeat(y, lengths), v0)
+    else:
+        rest, v, fired = host.resting_voltage(node), v0, []
+        for drive, (beta, gamma) in zip(y, linear, strict=True):
+            spike, v = host.fire_and_reset(node, rest + beta * (v - rest) + gamma * drive)
+            fired.append(spike)
+        spikes = torch.stack(fired)
+    if pool is not None:
+        spikes = host.pool_frames(pool, spikes)
+    if weights is None:
+        return spikes, v
+    whole = len(spikes) // group * group
+    sums = [
+        reference.weighted_sum(spikes[i : i + group].unsqueeze(0), weights[i : i + group].unbind())
+        for i in range(0, whole, group)
+    ]
+    if whole < len(spikes):
+        sums.append(reference.weighted_sum(spikes[whole:].unsqueeze(0), weights[whole:].unbind()))
+    return torch.cat(sums), v
+
+
+def run_numba(
+    y: Tensor,
+    node: Any,
+    v0: Tensor,
+    lengths: Sequence[int],
+    linear: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    pool: nn.Module | None,
+    weights: Tensor | None,
+    group: int,
+) -> tuple[Tensor, Tensor]:
+    """The compiled kernel, through the torch operator ``sj_tac::fire``."""
+    from sj_tac.kernels import ops
+
+    spec = host.fused_surrogate(node)
+    window = (1, 1, 1, 1, 0, 0) if pool is None else host.pool_window(pool)
+    if spec is None or window is None:
+        raise BackendError(numba_problem(node, pool, None))
+    merged = linear is not None
+    if linear is None:
+        row = [host.decay(node, y.dtype), host.input_gain(node, y.dtype)]
+        linear = torch.stack([torch.as_tensor(r, dtype=y.dtype, device=y.device) for r in row]).expand(len(lengths), 2)
+    mode, tau = host.charge_mode(node, merged), float(getattr(node, "tau", 1.0))
+    if mode in (0, 1) and math.frexp(tau)[0] == 0.5:
+        # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
+        mode, tau = mode + 2, 1 / tau
+    w = getattr(node, "w", None)
+    kind = 0 if pool is None else (1 if isinstance(pool, nn.MaxPool2d) else 2)
+    out: tuple[Tensor, Tensor] = ops.fire(
+        y, scale, shift, v0, linear, None if w is None else w.detach().to(y.dtype).sigmoid(), weights,
+        [1] * len(lengths) if merged else list(lengths), mode, tau,
+        host.resting_voltage(node), float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1],
+        kind, list(window), float(window[0] * window[1]), group,
+    )  # fmt: skip
+    return out
+
+
+RUNNERS = {reference.NAME: run_reference, registry.NUMBA: run_numba}
