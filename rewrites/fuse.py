@@ -14,7 +14,7 @@ from sj_tac.fusion import Fusion
 from sj_tac.kernels import fire as kernels
 from sj_tac.operators import Swap
 from sj_tac.report import Refusal
-from sj_tac.swapped import Place
+from sj_tac.swapped import FiringPlace, Place
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def fuse(
         conv, node = model.get_submodule(name), model.get_submodule(chain.neuron)
         norm = model.get_submodule(chain.norm) if chain.norm else None
         pool = model.get_submodule(link.pool) if link.pool else None
-        if places[node].emit_mean is False and (pool is None or pool not in places):
+        place = places[node]
+        if isinstance(place, FiringPlace) and not place.emit_mean and (pool is None or pool not in places):
             # The mean is taken at a MaxPool further on: this chain stays as it is.
             layout.unfused[name] = "its MaxPool does not follow the neuron directly"
             continue

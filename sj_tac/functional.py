@@ -127,8 +127,8 @@ def fire(
         merge: one step on each drive that stands for k of them, as TAC's binary collapse; ``normalize`` as there.
 
     Returns:
-        Frames [T, N, C, H', W'], or [ceil(T / group), ...]; and the voltages afterwards. Gradients flow to y, scale, shift, v,
-        weights and a PLIF's w; nothing of T frames is saved for them by the fused kernels.
+        Frames [T, N, C, H', W'], or [ceil(T / group), ...]; and the voltages afterwards. Gradients flow to y, scale, shift,
+        v, weights and a PLIF's w; nothing of T frames is saved for them by the fused kernels.
 
     Raises:
         ValueError: shapes or numbers that do not fit. BackendError: a named backend that cannot run this.

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional, layer
+from spikingjelly.activation_based import functional, layer, surrogate
 from support import conv, csnn, frames, node, norm, same_state
 from torch import nn
 from torch.nn.utils import prune
@@ -188,9 +188,15 @@ def test_a_model_that_cannot_be_deep_copied(net):
 def test_backends(net):
     with pytest.raises(BackendError, match="this version of sj_tac has no cupy kernels yet"):
         sj_tac.convert(net, backend="cupy")
-    with pytest.raises(BackendError, match=r"backend='cuda' is unknown; choose one of \['auto', 'reference'\]"):
+    with pytest.raises(BackendError, match=r"backend='cuda' is unknown; choose one of \['auto', 'reference', 'numba'\]"):
         sj_tac.convert(net, backend="cuda")
-    assert sj_tac.report(sj_tac.convert(net, backend="reference"))["0"].kernel == "reference"
+    assert sj_tac.report(sj_tac.convert(net, backend="reference"))["0"].kernel == "reference, fused"
+    rect = csnn(make=lambda: node("lif", surrogate_function=surrogate.Rect()))
+    with pytest.raises(BackendError, match=r"backend='numba': .*no derivative of surrogate Rect, only of Sigmoid, .*auto"):
+        sj_tac.convert(rect, backend="numba")
+    verdict = sj_tac.report(sj_tac.convert(rect))["0"]
+    assert verdict.kernel == "reference, fused"
+    assert "surrogate Rect" in verdict.detail
 
 
 class Asks(nn.Module):

@@ -64,7 +64,7 @@ def test_any_module_can_be_imported_first_and_none_starts_cuda(first):
 
 def test_imports_point_downwards():
     order = [
-        "errors", "spans", "policy", "host", "kernels", "functional", "report", "swapped", "hooks", "operators",
+        "errors", "spans", "policy", "host", "kernels", "functional", "fusion", "report", "swapped", "hooks", "operators",
         "rewrites", "convert",
     ]  # fmt: skip
     for path in [*ROOT.joinpath("sj_tac").rglob("*.py"), *ROOT.joinpath("rewrites").glob("*.py")]:

@@ -121,12 +121,18 @@ def row(mode, k, spikes="count", pool="none"):
 
 
 # Frames that stand for 2, 2, 2 and 1 steps, in whole groups of two: the last group has weights of its own.
-@example([row("collapse", 2), row("preserve", 4)], LIF, 7, 0)
-@example([row("collapse", 2, pool="max"), row("collapse", 4, pool="max")], LIF, 11, 1)
-@example([row("collapse", 2, "binary"), row("collapse", 2), row("preserve", 4)], LIF, 13, 2)
-@settings(max_examples=120, deadline=None)
-@given(st.lists(st.tuples(layers, choices), min_size=1, max_size=4), neurons, st.integers(1, 14), st.integers(0, 99))
-def test_random_chains(rows, head, steps, seed):
+@example([row("collapse", 2), row("preserve", 4)], LIF, 7, 0, True)
+@example([row("collapse", 2, pool="max"), row("collapse", 4, pool="max")], LIF, 11, 1, False)
+@example([row("collapse", 2, "binary"), row("collapse", 2), row("preserve", 4)], LIF, 13, 2, True)
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(layers, choices), min_size=1, max_size=4),
+    neurons,
+    st.integers(1, 14),
+    st.integers(0, 99),
+    st.booleans(),
+)
+def test_random_chains(rows, head, steps, seed, fuse):
     torch.manual_seed(seed)
     modules, policy, channels, size = [], [], 2, 8
     for ((kind, v_reset, decay_input, tau), pool, bias), choice in rows:
@@ -151,7 +157,7 @@ def test_random_chains(rows, head, steps, seed):
     assert [v.layer for v in report.verdicts if v.layer in map(str, convs)] == list(map(str, convs))
     x = (torch.rand(steps, 2, 2, 8, 8) < 0.5).double()
     try:
-        fast = sj_tac.convert(net, {"rules": rules})
+        fast = sj_tac.convert(net, {"rules": rules}, fuse=fuse, backend="reference" if seed % 3 else "auto")
     except ConversionError:
         assert not report.converted
         return

@@ -40,7 +40,7 @@ def test_plan_gives_every_conv_one_verdict(case):
 
 def test_k1_gives_every_layers_spikes(case):
     _, net, x, example = case
-    fast = sj_tac.convert(net, "preserve", 1, example_input=example)
+    fast = sj_tac.convert(net, "preserve", 1, example_input=example, fuse=False)
     with torch.no_grad(), recorded(net) as expected, recorded(fast) as got:
         functional.reset_net(net)
         y, z = net(x), fast(x)
@@ -56,7 +56,7 @@ def test_preserve_computes_each_layer_from_its_own_aggregated_input(case):
     """Every layer on the input it was given: the drive by the definition, the spikes by the source's own modules."""
     _, net, x, example = case
     k = 2
-    fast = sj_tac.convert(net, "preserve", k, example_input=example)
+    fast = sj_tac.convert(net, "preserve", k, example_input=example, fuse=False)
     chains = [v.layer for v in sj_tac.report(fast).converted]
     inputs, outputs = {}, {}
     names = {fast.get_submodule(name): name for name in chains}

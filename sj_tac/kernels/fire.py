@@ -64,13 +64,8 @@ def run_reference(
         spikes = host.pool_frames(pool, spikes)
     if weights is None:
         return spikes, v
-    whole = len(spikes) // group * group
-    sums = [
-        reference.weighted_sum(spikes[i : i + group].unsqueeze(0), weights[i : i + group].unbind())
-        for i in range(0, whole, group)
-    ]
-    if whole < len(spikes):
-        sums.append(reference.weighted_sum(spikes[whole:].unsqueeze(0), weights[whole:].unbind()))
+    starts = range(0, len(spikes), group)
+    sums = [reference.weighted_sum(spikes[i : i + group].unsqueeze(0), weights[i : i + group].unbind()) for i in starts]
     return torch.cat(sums), v
 
 

@@ -113,11 +113,14 @@ def unpool_plane(g, s, gs, kind, width, window, out_width, area):
                 gs[first] += grad
 
 
-@njit(cache=True, parallel=True, error_model="numpy")
-def forward(y, scale, shift, v0, lengths, linear, constants, mode, hard, pool, window, sizes, weights, group, out, v_out):
+@njit(cache=True, nogil=True, error_model="numpy")
+def forward(
+    begin, end, y, scale, shift, v0, lengths, linear, constants, mode, hard, pool, window, sizes, weights, group, out, v_out
+):
     """Steps of every plane, pooled, as frames or as weighted sums of ``group`` steps.
 
     Args:
+        begin, end: the planes to do; threads share them (see ops.py), since each is computed alone.
         y: [G, P, H*W] drives of P = N*C planes; scale, shift: [C], or empty for none; v0, v_out: [P, H*W].
         lengths: [G] steps on each drive; linear: [G, 2] beta and gamma of ``h = r + beta (v - r) + gamma x``.
         constants: tau (or sigmoid(w)), rest, threshold, 1, 0, pool area, all of y's dtype.
@@ -126,11 +129,11 @@ def forward(y, scale, shift, v0, lengths, linear, constants, mode, hard, pool, w
     """
     tau, rest, threshold, one, zero, area = constants
     width, out_width = sizes
-    planes, size = v0.shape
+    size = v0.shape[1]
     # A tile of rows whose buffers stay in the first-level cache; only pools of 2x2 or none never look across its edges.
     halves = pool == MAX_POOL and window == (2, 2, 2, 2, 0, 0) and size // width % 2 == 0
     tile = max(2, 1024 // width // 2 * 2) * width if halves or pool == NO_POOL else size
-    for p in prange(planes):
+    for p in range(begin, end):
         x_tile, s_tile = np.empty(min(tile, size), v0.dtype), np.empty(min(tile, size), v0.dtype)
         pooled_tile = np.empty(out.shape[2], v0.dtype)
         for start in range(0, size, tile):
@@ -212,12 +215,12 @@ def through_reset(h, sg, gs, carry, threshold, rest, hard, detach, one, zero):
         carry[i] = gs[i] * sg[i] + carry[i] * kept
 
 
-@njit(cache=True, parallel=True, error_model="numpy")
+@njit(cache=True, nogil=True, error_model="numpy")
 def backward(
-    go, gv, y, scale, shift, v0, lengths, linear, constants, mode, hard, detach, kind, numbers, pool, window, sizes,
-    weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights,
+    begin, end, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, hard, detach, kind, numbers, pool, window,
+    sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights,
 ):  # fmt: skip
-    """Gradients of ``forward``, from y and v0 alone: a plane's steps are run again, its charged voltages kept for the way back.
+    """Gradients of ``forward``, from y and v0 alone: a plane's steps are run again, their voltages kept for the way back.
 
     Args:
         go, gv: gradients of out and v_out; gy, gv0: gradients out, shaped as y and v0.
@@ -227,11 +230,11 @@ def backward(
     """
     tau, rest, threshold, one, zero, area = constants
     width, out_width = sizes
-    planes, size = v0.shape
+    size = v0.shape[1]
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
-    for p in prange(planes):
+    for p in range(begin, end):
         v, x = v0[p].copy(), np.empty_like(v0[p])
         charged = np.empty((steps, size), y.dtype)
         t = 0
@@ -294,3 +297,30 @@ def backward(
                 gy[g, p] = gx
         gv0[p] = carry
         g_scale[p], g_shift[p] = scale_sum, shift_sum
+
+
+@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+def forward_parallel(
+    threads, planes, y, scale, shift, v0, lengths, linear, constants, mode, hard, pool, window, sizes, weights, group, out,
+    v_out,
+):  # fmt: skip
+    """``forward`` over all planes on Numba's threads."""
+    for i in prange(threads):
+        forward(
+            planes * i // threads, planes * (i + 1) // threads, y, scale, shift, v0, lengths, linear, constants, mode, hard,
+            pool, window, sizes, weights, group, out, v_out,
+        )  # fmt: skip
+
+
+@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+def backward_parallel(
+    threads, planes, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, hard, detach, kind, numbers, pool,
+    window, sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights,
+):  # fmt: skip
+    """``backward`` over all planes on Numba's threads."""
+    for i in prange(threads):
+        backward(
+            planes * i // threads, planes * (i + 1) // threads, go, gv, y, scale, shift, v0, lengths, linear, constants,
+            mode, hard, detach, kind, numbers, pool, window, sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear,
+            g_weights,
+        )  # fmt: skip

@@ -1,6 +1,6 @@
 """Derivatives of SpikingJelly's fused surrogates, a plane at a time, for the backward pass of ``fire``.
 
-Numbered as SpikingJelly numbers them: 0 Sigmoid, 1 ATan, 2 PiecewiseQuadratic, 3 PiecewiseExp, 4 SoftSign, 5 SuperSpike, 6 Erf.
+Numbered as SpikingJelly numbers them, in the order of ``host.FUSED_SURROGATES``.
 """
 
 from __future__ import annotations

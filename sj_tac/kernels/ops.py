@@ -5,6 +5,7 @@ Numba is imported, and compiles, when an operator first runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,10 +54,37 @@ def _optional(x: Tensor | None, like: Tensor) -> np.ndarray:
     return array
 
 
-def _use_torch_threads() -> None:
+# The process that started Numba's threads; a forked child must not touch them.
+_STARTED_IN: list[int] = []
+
+
+def _threads_are_safe() -> bool:
+    """Whether Numba's threads may be used: not by a forked child (OpenMP), nor where Numba has only its own work queue.
+
+    Both would end the process: the one when a forked worker enters, the other when two Python threads do.
+    """
+    from numba.np.ufunc import parallel
+
+    if not _STARTED_IN:
+        parallel._launch_threads()  # type: ignore[no-untyped-call]
+        _STARTED_IN.append(os.getpid())
+    layer = parallel.threading_layer()  # type: ignore[no-untyped-call]
+    return _STARTED_IN[0] == os.getpid() and layer != "workqueue"
+
+
+def _share(kernel: str, planes: int, *arguments: Any) -> None:
+    """The kernel over all planes, on as many threads as torch uses. A plane's result does not depend on their number."""
     import numba
 
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    from sj_tac.kernels import numba_cpu
+
+    limit: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    threads = min(torch.get_num_threads(), planes, limit)
+    if threads > 1 and _threads_are_safe():
+        numba.set_num_threads(threads)
+        getattr(numba_cpu, f"{kernel}_parallel")(threads, planes, *arguments)
+    else:
+        getattr(numba_cpu, kernel)(0, planes, *arguments)
 
 
 @torch.library.custom_op("sj_tac::fire", mutates_args=(), device_types="cpu")
@@ -90,14 +118,12 @@ def fire(
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
         lengths: steps on each drive.
     """
-    from sj_tac.kernels import numba_cpu
-
-    _use_torch_threads()
     shape, _ = _shapes(y, lengths, pool, window, weights is not None, group)
     out = y.new_empty(shape)
     v = torch.empty_like(v0, memory_format=torch.contiguous_format)
-    numba_cpu.forward(
-        _planes(y), _optional(scale, y), _optional(shift, y), _planes(v0), np.array(lengths), _optional(linear, y),
+    _share(
+        "forward", y.shape[1] * y.shape[2], _planes(y), _optional(scale, y), _optional(shift, y), _planes(v0),
+        np.array(lengths), _optional(linear, y),
         _constants(y, q, tau, rest, threshold, area), mode, hard, pool, tuple(window), (y.shape[4], shape[4]),
         _optional(weights, y), group, _planes(out), _planes(v),
     )  # fmt: skip
@@ -141,9 +167,8 @@ def fire_backward(
     group: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients to y, scale, shift, v0, linear and weights (those of a missing argument are empty)."""
-    from sj_tac.kernels import numba_cpu, numba_surrogate
+    from sj_tac.kernels import numba_surrogate
 
-    _use_torch_threads()
     steps, planes = sum(lengths), y.shape[1] * y.shape[2]
     gy = torch.empty_like(y, memory_format=torch.contiguous_format)
     gv0 = torch.empty_like(v0, memory_format=torch.contiguous_format)
@@ -151,8 +176,9 @@ def fire_backward(
     g_linear = y.new_empty(planes, len(lengths), 2)
     g_weights = y.new_empty(planes, steps if weights is not None else 0)
     constants = _constants(y, q, tau, rest, threshold, area)
-    numba_cpu.backward(
-        _planes(go), _planes(gv), _planes(y), _optional(scale, y), _optional(shift, y), _planes(v0), np.array(lengths),
+    _share(
+        "backward", planes, _planes(go), _planes(gv), _planes(y), _optional(scale, y), _optional(shift, y), _planes(v0),
+        np.array(lengths),
         _optional(linear, y), constants, mode, hard, detach, surrogate,
         numba_surrogate.constants(alpha, type(constants[0])), pool, tuple(window), (y.shape[4], go.shape[4]),
         _optional(weights, y), group, _planes(gy), _planes(gv0), g_scale.numpy(), g_shift.numpy(), g_linear.numpy(),

@@ -1,0 +1,245 @@
+"""``fire`` on Numba against the reference kernel, SpikingJelly, torch's operator checks and finite differences."""
+
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spikingjelly.activation_based import layer, surrogate
+from support import NEURONS, node
+
+from sj_tac import host
+from sj_tac.errors import BackendError
+from sj_tac.functional import fire
+from sj_tac.kernels import ops
+
+TESTS = Path(__file__).resolve().parents[1]
+POOLS = [
+    None,
+    layer.MaxPool2d(2),
+    layer.MaxPool2d(3, 2, 1),
+    layer.MaxPool2d((1, 2), (2, 1)),
+    layer.AvgPool2d(2),
+    layer.AvgPool2d((2, 3), 1, 1),
+]
+
+
+def run(backend, y, spiking, k, options):
+    """Output, voltage and every gradient of a random linear function of both."""
+    leaves = {name: x.clone().requires_grad_() for name, x in options.items() if isinstance(x, torch.Tensor)}
+    drive = y.clone().requires_grad_()
+    spiking.zero_grad()
+    out, v = fire(drive, spiking, k, backend=backend, **{**options, **leaves})
+    generator = torch.Generator().manual_seed(1)
+    loss = (out * torch.randn(out.shape, generator=generator)).sum() + (v * torch.randn(v.shape, generator=generator)).sum()
+    loss.backward()
+    leaves |= {"y": drive, **dict(spiking.named_parameters())}
+    return out.detach(), v.detach(), {name: x.grad for name, x in leaves.items()}
+
+
+space = st.fixed_dictionaries(
+    {
+        "neuron": st.sampled_from(NEURONS),
+        "tau": st.sampled_from([2.0, 1.3, 10.0]),
+        "detach_reset": st.booleans(),
+        "surrogate": st.sampled_from(range(7)),
+        "k": st.integers(1, 5),
+        "steps": st.integers(1, 11),
+        "shape": st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(3, 9), st.integers(3, 9)),
+        "pool": st.sampled_from(range(len(POOLS))),
+        "group": st.sampled_from([None, 1, 2, 3, 7]),
+        "affine": st.booleans(),
+        "merge": st.booleans(),
+        "normalize": st.booleans(),
+        "channels_last": st.booleans(),
+        "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
+        "seed": st.integers(0, 999),
+    }
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(space)
+def test_numba_is_the_reference(case):
+    torch.manual_seed(case["seed"])
+    kind, v_reset, decay_input = case["neuron"]
+    function = host.FUSED_SURROGATES[case["surrogate"]]()
+    options = {"detach_reset": case["detach_reset"], "surrogate_function": function, "v_threshold": 0.4}
+    spiking = node(kind, v_reset, decay_input, case["tau"], **options)
+    groups = -(-case["steps"] // case["k"])
+    n, c, height, width = case["shape"]
+    wide = torch.float64 if case["dtype"] == torch.float64 else torch.float32
+    spiking = spiking.to(wide)
+    y = (torch.randn(groups, n, c, height, width) * 1.5).to(case["dtype"])
+    if case["channels_last"]:
+        y = y.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (groups, n))
+    options = {"steps": case["steps"], "v": torch.randn(n, c, height, width).mul(0.2).to(wide), "pool": POOLS[case["pool"]]}
+    options |= {"merge": case["merge"], "normalize": case["normalize"]}
+    if case["affine"]:
+        options |= {"scale": torch.rand(c).add(0.5).to(wide), "shift": torch.randn(c).mul(0.3).to(wide)}
+    if case["group"]:
+        emitted = groups if case["merge"] else case["steps"]
+        options |= {"weights": torch.rand(emitted).to(wide), "group": case["group"]}
+    expected = run("reference", y, spiking, case["k"], options)
+    before = ops.RUNS["numba"]
+    got = run("numba", y, spiking, case["k"], options)
+    assert ops.RUNS["numba"] == before + 2  # forward and backward: the kernel really ran
+    assert got[0].dtype == case["dtype"]
+    if case["merge"]:
+        # The merged step's constants are computed in another order; a spike may tip over at the threshold.
+        assert (got[0] != expected[0]).float().mean() < 0.02
+        if not torch.equal(got[0], expected[0]):
+            return
+    else:
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
+    assert got[2].keys() == expected[2].keys()
+    tolerance = 1e-10 if wide == torch.float64 else 1e-5 if case["dtype"] == torch.float32 else 2e-2
+    for name, gradient in expected[2].items():
+        scale = gradient.abs().max().clamp_min(1e-3)
+        assert ((got[2][name] - gradient).abs().max() / scale) < tolerance * (30 if name == "w" else 3), name
+
+
+@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
+def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
+    torch.manual_seed(0)
+    for tau in (2.0, 1.7, 10.0):
+        spiking = node(kind, v_reset, decay_input, tau, v_threshold=0.3)
+        x = torch.randn(12, 2, 3, 7, 5, requires_grad=True)
+        out, v = fire(x, spiking, backend="numba")
+        expected = spiking(x)
+        assert 0 < expected.mean() < 1
+        assert torch.equal(out, expected)
+        assert torch.equal(v, spiking.v)
+        spiking.reset()
+        weight = torch.randn_like(expected)
+        (a,) = torch.autograd.grad((expected * weight).sum(), x)
+        (b,) = torch.autograd.grad((out * weight).sum(), x)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("pool", "group", "merge"), list(product([None, layer.MaxPool2d(2)], [None, 3], [False, True])))
+# torch asks a tensor for a gradient that it then warns about.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_opcheck(pool, group, merge, monkeypatch):
+    """torch's own checks of schema, fake kernels, autograd registration and AOT dispatch, on calls as fire makes them."""
+    calls = []
+    operators = {"fire": ops.fire, "fire_backward": ops.fire_backward}
+    for name, operator in operators.items():
+        monkeypatch.setattr(ops, name, lambda *a, name=name, operator=operator: (calls.append((name, a)), operator(*a))[1])
+    torch.manual_seed(0)
+    y = torch.randn(3, 2, 2, 4, 4, requires_grad=True)
+    weights = torch.rand(3 if merge else 5, requires_grad=True) if group else None
+    scale, shift = torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True)
+    options = {"scale": scale, "shift": shift, "pool": pool, "weights": weights, "group": group or 1, "merge": merge}
+    out, v = fire(y, node("plif", v_threshold=0.3), 2, steps=5, backend="numba", **options)
+    (out.sum() + v.sum()).backward()
+    assert {name for name, _ in calls} == set(operators)
+    for name, arguments in calls:
+        # The backward has no derivative of its own: surrogate gradients have no second order.
+        wanted = name == "fire"
+        leaves = tuple(
+            a.detach().requires_grad_(wanted and a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments
+        )
+        torch.library.opcheck(operators[name], leaves)
+
+
+def test_gradcheck_where_the_map_is_differentiable():
+    """Below threshold with detach_reset the voltage is linear in everything; weights always enter linearly."""
+    torch.manual_seed(0)
+    y = torch.randn(2, 1, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    v0 = torch.randn(1, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    scale, shift = (torch.rand(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    for kind, v_reset, decay_input in NEURONS:
+        quiet = node(kind, v_reset, decay_input, 3.0, detach_reset=True, v_threshold=1e6).double()
+
+        def voltage(y, v0, scale, shift, quiet=quiet):
+            return fire(y, quiet, 3, steps=5, v=v0, scale=scale, shift=shift, backend="numba")[1]
+
+        assert torch.autograd.gradcheck(voltage, (y, v0, scale, shift))
+        loud = node(kind, v_reset, decay_input, 3.0, v_threshold=0.3).double()
+
+        def counts(weights, loud=loud):
+            return fire(y.detach(), loud, 3, steps=5, weights=weights, group=2, backend="numba")[0]
+
+        assert torch.autograd.gradcheck(counts, (weights,))
+
+
+def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
+    y = torch.randn(2, 1, 2, 6, 6)
+    rect = node("lif", surrogate_function=surrogate.Rect(), v_threshold=0.3)
+    before = ops.RUNS["numba"]
+    assert torch.equal(fire(y, rect)[0], rect(y))
+    assert ops.RUNS["numba"] == before
+    with pytest.raises(BackendError, match=r"no derivative of surrogate Rect, only of Sigmoid, ATan.*backend=\"auto\""):
+        fire(y, rect, backend="numba")
+    with pytest.raises(BackendError, match="does not pool with this MaxPool2d's options"):
+        fire(y, node("lif"), pool=layer.MaxPool2d(2, ceil_mode=True), backend="numba")
+    with pytest.raises(BackendError, match="runs on the CPU, not on meta"):
+        fire(y.to("meta"), node("lif"), backend="numba")
+    with pytest.raises(ValueError, match=r"fire got drives \[2, 1, 2, 6, 6\] with k=2 and 5 steps"):
+        fire(y, node("lif"), 2, steps=5)
+    with pytest.raises(ValueError, match=r"fire got weights \[3\] in groups of 2 for 4 steps; one weight a step"):
+        fire(y, node("lif"), 2, weights=torch.ones(3), group=2)
+
+
+SCRIPT = """
+import sys, threading, torch
+from spikingjelly.activation_based import neuron
+from sj_tac.functional import fire
+if sys.argv[1] == "lazy":
+    assert "numba" not in sys.modules
+    sys.exit()
+y, node = torch.randn(4, 8, 16, 8, 8), neuron.LIFNode(step_mode="m", v_threshold=0.4)
+torch.set_num_threads(2)
+expected = fire(y, node, 2, backend="numba")[0]
+torch.set_num_threads(1)
+assert torch.equal(fire(y, node, 2, backend="numba")[0], expected), "one thread"
+torch.set_num_threads(2)
+wrong = []
+def work():
+    for _ in range(10):
+        if not torch.equal(fire(y, node, 2, backend="numba")[0], expected): wrong.append(1)
+threads = [threading.Thread(target=work) for _ in range(3)]
+[t.start() for t in threads], [t.join() for t in threads]
+assert not wrong, "Python threads"
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): return fire(y, node, 2, backend="numba")[0]
+for batch in torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork"):
+    assert torch.equal(batch[0], expected), "forked worker"
+import os
+from sj_tac.kernels import ops
+pid = os.fork()
+if pid == 0:
+    os._exit(1 if ops._threads_are_safe() else 0)
+assert os.waitpid(pid, 0)[1] == 0, "a forked child would enter the parent's threads"
+"""
+
+
+@pytest.mark.parametrize("layer_name", ["lazy", "default", "workqueue"])
+def test_threads_forks_and_lazy_imports(layer_name):
+    environment = {"NUMBA_THREADING_LAYER": layer_name} if layer_name == "workqueue" else {}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, layer_name]
+    env = {**__import__("os").environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, env=env, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path):
+    """Numba compiles anew where it may not write; the result is the same."""
+    script = (
+        "import torch\nfrom spikingjelly.activation_based import neuron\nfrom sj_tac.functional import fire\n"
+        "node = neuron.LIFNode(step_mode='m')\ny = torch.ones(3, 1, 1, 4, 4) * 1.5\n"
+        "assert torch.equal(fire(y, node, backend='numba')[0], node(y))\n"
+    )
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    env = {**__import__("os").environ, "NUMBA_CACHE_DIR": str(blocked / "cache")}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
