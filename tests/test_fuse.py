@@ -1,0 +1,294 @@
+"""A fused net is its unfused self: on real data, in training, watched or cut, and what it no longer writes."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import quickstart
+import torch
+from spikingjelly.activation_based import functional, layer, neuron
+from support import ZOO, conv, csnn, frames, node, norm, recorded, zoo
+from torch import nn
+
+import sj_tac
+from sj_tac.kernels import ops
+from sj_tac.swapped import SharedDriveConv2d
+
+
+def both(net, policy, k, **options):
+    return sj_tac.convert(net, policy, k, fuse=False, **options), sj_tac.convert(net, policy, k, **options)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    made = [quickstart.digits(), quickstart.events()]
+    return [(t.net, t.frames[:, :50]) for t in made]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("policy", "k"), [("preserve", 1), ("preserve", 2), ("preserve", 5), ("collapse", 4)])
+def test_real_data_spike_for_spike(tasks, which, policy, k):
+    net, x = tasks[which]
+    unfused, fused = both(net, policy, k)
+    before = ops.RUNS["numba"]
+    with torch.no_grad():
+        expected, got = unfused(x), fused(x)
+    assert ops.RUNS["numba"] == before + len(sj_tac.report(fused).converted)
+    assert expected.mean() > 0.01
+    # The folded BatchNorm changes last bits of the drive: a spike may tip over at the threshold, one in a million.
+    assert (expected != got).float().mean() <= 1e-6 * x.shape[0]
+    assert {v.kernel for v in sj_tac.report(fused).converted} == {"numba, fused"}
+    assert {v.kernel for v in sj_tac.report(unfused).converted} == {"reference"}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_flips_at_the_threshold_are_counted_layer_by_layer(tasks, which):
+    """Each fused chain on the unfused chain's own input: at most one spike in a million differs."""
+    net, x = tasks[which]
+    unfused, fused = both(net, "preserve", 1)
+    functional.reset_net(net)
+    with torch.no_grad(), recorded(net, (layer.Conv2d, layer.MaxPool2d)) as host:
+        net(x)
+    for name, child in unfused.named_modules():
+        if not isinstance(child, SharedDriveConv2d):
+            continue
+        head, position = name.rsplit(".", 1)
+        chain = fused.get_submodule(head)[int(position) : int(position) + 4]
+        first, second = copy.deepcopy(chain), sj_tac.restore(fused).get_submodule(head)[int(position) : int(position) + 4]
+        source = second(x) if int(position) == 0 else second(host[f"{head}.{int(position) - 1}"][0])
+        fusion = first[0]._tac.fusion
+        fusion.next, fusion.timeline.grouped = None, True
+        got = first(x if int(position) == 0 else host[f"{head}.{int(position) - 1}"][0])
+        assert fusion.ran == "numba"
+        assert source.mean() > 0.005
+        assert (got != source).float().mean() <= 1e-6
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+@pytest.mark.parametrize("steps", [8, 7])
+def test_training_gives_the_same_spikes_gradients_and_statistics(frozen, policy, steps):
+    net = csnn(make=lambda: node("plif", v_threshold=0.3))
+    for module in net:
+        if isinstance(module, layer.Dropout):
+            module.p = 0.0
+    x = frames(steps, 3, 2, 8, 8)
+    results = []
+    for fast in both(net, policy, 2):
+        fast.train()
+        if frozen:
+            sj_tac.freeze_bn(fast)
+        y = fast(x)
+        (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+        results.append((y.detach(), [p.grad for p in fast.parameters()], fast[1].running_mean, fast[1].running_var))
+    (y, grads, mean, var), (z, fused_grads, fused_mean, fused_var) = results
+    assert torch.equal(y, z)
+    for a, b in zip(grads, fused_grads, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * a.abs().max().clamp_min(1e-2)
+    torch.testing.assert_close(mean, fused_mean, rtol=1e-5, atol=1e-6)
+    # torch corrects the variance by n / (n - 1) with n the frames it sees: groups here, all frames there.
+    torch.testing.assert_close(var, fused_var, rtol=2e-2, atol=1e-6)
+
+
+def test_groups_travel_and_nothing_of_t_frames_is_written(monkeypatch):
+    net = csnn()
+    fast = sj_tac.convert(net, "preserve", 4)
+    seen = []
+    plain = SharedDriveConv2d._fused_drive
+
+    def watch(self, x, fusion):
+        seen.append((x.shape[0], fusion.arriving))
+        return plain(self, x, fusion)
+
+    monkeypatch.setattr(SharedDriveConv2d, "_fused_drive", watch)
+    with torch.no_grad():
+        fast(frames(10, 2, 2, 8, 8))
+    # The second conv is handed groups through pool and all; so is the third.
+    assert seen == [(10, False), (3, True), (3, True)]
+
+
+def saved_bytes(net, x):
+    """Bytes that autograd keeps for the backward of one call, parameters aside, and their shapes."""
+    own = {p.data_ptr() for p in net.parameters()} | {b.data_ptr() for b in net.buffers()}
+    kept = {}
+
+    def pack(t):
+        if t.data_ptr() not in own:
+            kept[(t.data_ptr(), t.shape)] = t.numel() * t.element_size()
+        return t
+
+    functional.reset_net(net)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        net(x)
+    return sum(kept.values()), [shape for _, shape in kept]
+
+
+def test_the_backward_keeps_less_than_half_and_nothing_of_t_frames():
+    modules, channels = [], 2
+    for _ in range(3):
+        modules += [
+            conv(channels, 16, bias=False),
+            norm(16),
+            node("lif", v_threshold=0.4),
+            layer.MaxPool2d(2, step_mode="m"),
+        ]
+        channels = 16
+    net, steps = nn.Sequential(*modules).train(), 16
+    x = frames(steps, 4, 2, 16, 16)
+    fast = sj_tac.convert(net, "preserve", 2).train()
+    sj_tac.freeze_bn(fast)
+    host_bytes, _ = saved_bytes(net, x)
+    fused_bytes, shapes = saved_bytes(fast, x)
+    assert fused_bytes <= 0.45 * host_bytes, (fused_bytes, host_bytes)
+    own = [s for s in shapes if s[0] in (steps, steps * 4) and len(s) >= 4 and tuple(s) != tuple(x.shape)]
+    assert own == []
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_a_hook_on_an_absorbed_module_unfuses_its_chain_only(index):
+    net = csnn()
+    unfused, fused = both(net, "preserve", 2)
+    x = frames(7, 2, 2, 8, 8)
+    shapes = []
+    handle = fused[index].register_forward_hook(lambda m, a, out: shapes.append(out.shape[0]))
+    with torch.no_grad():
+        expected, got = unfused(x), fused(x)
+    assert torch.equal(expected, got)
+    assert shapes == [7]
+    report = sj_tac.report(fused)
+    assert report["0"].kernel == "reference"
+    assert "UNFUSED_HOOK" in report["0"].detail
+    assert report["4"].kernel == "numba, fused"
+    handle.remove()
+    with torch.no_grad():
+        functional.reset_net(fused)
+        assert torch.equal(fused(x), expected)
+    assert sj_tac.report(fused)["0"].kernel == "numba, fused"
+
+
+def test_a_hook_on_the_reader_makes_its_writer_hand_out_frames():
+    unfused, fused = both(csnn(), "preserve", 2)
+    x = frames(7, 2, 2, 8, 8)
+    inputs = []
+    fused[4].register_forward_pre_hook(lambda m, a: inputs.append(a[0].shape[0]))
+    with torch.no_grad():
+        assert torch.equal(unfused(x), fused(x))
+    assert inputs == [7]
+    assert sj_tac.report(fused)["0"].kernel == "numba, fused"
+
+
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+def test_cut_nets_and_monitors_see_what_the_unfused_net_shows(policy):
+    net = csnn()
+    unfused, fused = both(net, policy, 3)
+    x = frames(7, 2, 2, 8, 8)
+    with torch.no_grad():
+        for stop in range(1, len(net)):
+            for fast in (unfused, fused):
+                functional.reset_net(fast)
+            expected, got = unfused[:stop](x), fused[:stop](x)
+            assert expected.shape == got.shape
+            assert torch.equal(expected, got), stop
+        for fast in (unfused, fused):
+            functional.reset_net(fast)
+        with recorded(unfused, neuron.BaseNode) as expected_spikes, recorded(fused, neuron.BaseNode) as got_spikes:
+            unfused(x), fused(x)
+    for name, (spikes,) in expected_spikes.items():
+        assert torch.equal(got_spikes[name][0], spikes), name
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_fused_zoo_nets_agree_with_unfused_ones(name):
+    net, x = zoo(name)
+    example = x if name == "ms_resnet18" else None
+    for k in (1, 2):
+        unfused, fused = both(net, "preserve", k, example_input=example)
+        with torch.no_grad():
+            expected, got = unfused(x), fused(x)
+        kernels = [v.kernel for v in sj_tac.report(fused).converted]
+        assert set(kernels) <= {"numba, fused", "reference, fused"}
+        # Flips at the threshold grow through the layers behind them; without any, outputs are equal.
+        assert (expected != got).float().mean() < 0.25
+        assert (expected - got).abs().mean() <= 0.02 * expected.abs().mean().clamp_min(1e-3)
+
+
+def test_state_and_calls_in_a_row():
+    unfused, fused = both(csnn(), "preserve", 4)
+    x = frames(12, 2, 2, 8, 8)
+    with torch.no_grad():
+        for chunk in (x[:8], x[8:], x[:3]):
+            assert torch.equal(unfused(chunk), fused(chunk))
+    for a, b in zip(unfused, fused, strict=True):
+        if hasattr(a, "v_threshold"):
+            torch.testing.assert_close(a.v, b.v, rtol=1e-5, atol=1e-5)
+
+
+def test_store_v_seq_and_other_surrogates_are_named_and_right():
+    from spikingjelly.activation_based import surrogate
+
+    net = csnn(make=lambda: node("lif", surrogate_function=surrogate.Rect()))
+    net[2].store_v_seq = True
+    unfused, fused = both(net, "preserve", 2)
+    x = frames(6, 2, 2, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(unfused(x), fused(x))
+    assert fused[2].v_seq.shape[0] == 6
+    report = sj_tac.report(fused)
+    assert "store_v_seq" in report["0"].detail
+    assert report["4"].kernel == "reference, fused"
+    assert "surrogate Rect" in report["4"].detail
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_nets(dtype):
+    unfused, fused = both(csnn().to(dtype), "preserve", 2)
+    x = frames(6, 2, 2, 8, 8, dtype=dtype)
+    with torch.no_grad():
+        expected, got = unfused(x), fused(x)
+    assert got.dtype == dtype
+    assert fused[2].v.dtype == torch.float32
+    # The unfused BatchNorm rounds its output to half, the fused one does not.
+    assert (expected != got).float().mean() < 0.2
+
+
+DDP = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from spikingjelly.activation_based import functional
+from support import csnn, frames
+import sj_tac
+
+def fast_net():
+    net = csnn()
+    net[11].p = 0.0
+    fast = sj_tac.convert(net, "preserve", 2).train()
+    sj_tac.freeze_bn(fast)
+    return fast
+
+def loss(y): return (y * torch.linspace(-1, 1, y.shape[2])).mean(0).sum() / y.shape[1]
+
+def work(rank, path, expected):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(fast_net())
+    x = frames(6, 4, 2, 8, 8)[:, rank * 2 : rank * 2 + 2]
+    loss(model(x)).backward()
+    for a, b in zip(model.module.parameters(), expected):
+        assert (a.grad - b).abs().max() <= 1e-5 * b.abs().max().clamp_min(1e-2)
+    assert {v.kernel for v in sj_tac.report(model.module).converted} == {"numba, fused"}
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    whole = fast_net()
+    loss(whole(frames(6, 4, 2, 8, 8))).backward()
+    mp.spawn(work, (sys.argv[1], [p.grad for p in whole.parameters()]), nprocs=2)
+"""
+
+
+def test_two_ddp_processes_share_the_gradients_of_one(tmp_path):
+    (tmp_path / "ddp.py").write_text(DDP)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "ddp.py"), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
