@@ -1,0 +1,157 @@
+"""Interleaved medians, the floor of bare convolutions, and where results go."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from spikingjelly.activation_based import functional
+from torch import Tensor, nn
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on: processor, threads, versions, date."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+    packages = ("torch", "spikingjelly", "numba", "sj_tac")
+    return {
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def interleaved(runs: dict[str, Callable[[], None]], rounds: int, title: str) -> dict[str, list[float]]:
+    """Seconds of every run in every round, one warm-up round first; in each round every run has its turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    with Progress(transient=True) as progress:
+        task = progress.add_task(title, total=(rounds + 1) * len(runs))
+        for i in range(rounds + 1):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                if i:
+                    seconds[name].append(time.perf_counter() - start)
+                progress.advance(task)
+    return seconds
+
+
+class SeparateCalls(nn.Module):
+    """The paper's baseline: the net one frame at a time, so T calls of every convolution."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = copy.deepcopy(net)
+        functional.set_step_mode(self.net, "s")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.net(frame) for frame in x])
+
+
+def bare_convolutions(net: nn.Module, x: Tensor, k: int) -> Callable[[], list[Tensor]]:
+    """All convolutions of the net, nothing else, on T/k frames of random input: the floor."""
+    shapes: list[tuple[nn.Conv2d, tuple[int, ...]]] = []
+    convs = [m for m in net.modules() if isinstance(m, nn.Conv2d)]
+    handles = [m.register_forward_pre_hook(lambda m, a: shapes.append((m, tuple(a[0].shape)))) for m in convs]
+    functional.reset_net(net)
+    with torch.no_grad():
+        net(x)
+    for handle in handles:
+        handle.remove()
+    functional.reset_net(net)
+    first = shapes[0][0]
+    inputs = [
+        (m, torch.rand(-(-s[0] // k) * s[1], *s[2:]).requires_grad_(m is not first and torch.is_grad_enabled()))
+        for m, s in shapes
+    ]
+    return lambda: [m._conv_forward(data, m.weight, m.bias) for m, data in inputs]
+
+
+def arguments(description: str, names: list[str]) -> argparse.Namespace:
+    """The options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--net", choices=names, action="append", help="measure only these (default: all)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; medians are shown (default 7)")
+    parser.add_argument("--compile", action="store_true", help="add torch.compile of SpikingJelly (minutes of compiling)")
+    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/)")
+    parsed = parser.parse_args()
+    if parsed.rounds < 1:
+        parser.error(f"--rounds {parsed.rounds}: at least 1")
+    parsed.net = parsed.net or names
+    return parsed
+
+
+def table(title: str, rows: list[dict[str, Any]], console: Console) -> None:
+    """Rows with name, ms, to_best, to_floor and any more columns."""
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("configuration")
+    extra = [key for key in rows[0] if key not in ("name", "ms", "to_best", "to_floor")]
+    for column in ("ms", "x best SpikingJelly", "/ bare convolutions", *extra):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        floor = f"{row['to_floor']:.2f}" if row["to_floor"] else ""
+        shown.add_row(
+            row["name"], f"{row['ms']:.1f}", f"{row['to_best']:.2f}x", floor, *(str(row[key] or "") for key in extra)
+        )
+    console.print(shown)
+
+
+def rows(seconds: dict[str, list[float]], host: list[str], more: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians; ratios to the best SpikingJelly configuration of the run and to the bare convolutions of the same k."""
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min(medians[name] for name in host)
+    out = []
+    for name, value in medians.items():
+        k = name.rsplit("k=", 1)[1] if "k=" in name else "1"
+        floor = medians.get(f"bare convolutions k={k}") if name.startswith("sj_tac") else None
+        row = {"name": name, "ms": 1e3 * value, "to_best": best / value, "to_floor": value / floor if floor else None}
+        out.append(row | more.get(name, {}))
+    return out
+
+
+def save(path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int) -> Path:
+    """All tables with the machine, as JSON beside a PNG of the ratios."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"kind": kind, "rounds": rounds, "machine": machine(), "results": results}, indent=1) + "\n")
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return path
+    figure, axes = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 4.5), squeeze=False)
+    for axis, (net, table_rows) in zip(axes[0], results.items(), strict=True):
+        shown = [r for r in table_rows if not r["name"].startswith("bare")]
+        colors = ["#2a6fbb" if r["name"].startswith("sj_tac") else "#8c8c8c" for r in shown]
+        bars = axis.barh([r["name"] for r in shown][::-1], [r["to_best"] for r in shown][::-1], color=colors[::-1])
+        axis.bar_label(bars, fmt="%.2fx", padding=2, fontsize=7)
+        axis.set_title(net, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.margins(x=0.2)
+    figure.suptitle(f"{kind}: speed-up over the best SpikingJelly configuration", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,71 @@
+"""Training step (forward, backward, no optimiser), BatchNorm frozen: SpikingJelly, sj_tac and bare convolutions."""
+
+from __future__ import annotations
+
+import copy
+from datetime import date
+from typing import Any
+
+import torch
+from rich.console import Console
+from spikingjelly.activation_based import functional
+from torch import Tensor, nn
+
+import sj_tac
+from benchmarks import measure, nets
+
+EAGER, COMPILED = "SpikingJelly eager", "SpikingJelly torch.compile"
+
+
+def step(module: nn.Module, x: Tensor) -> None:
+    functional.reset_net(module)
+    module.zero_grad()
+    module(x).sum().backward()
+
+
+def saved_megabytes(module: nn.Module, x: Tensor) -> float:
+    """What autograd keeps for the backward, parameters and buffers aside."""
+    own = {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[tuple[int, Any], int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.data_ptr() not in own:
+            kept[t.data_ptr(), t.shape] = t.numel() * t.element_size()
+        return t
+
+    functional.reset_net(module)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    functional.reset_net(module)
+    return sum(kept.values()) / 1e6
+
+
+def main() -> None:
+    options = measure.arguments(__doc__ or "", list(nets.CASES))
+    console, results = Console(width=110), {}
+    for name in options.net:
+        net, x = nets.make(name)
+        # Eval mode: BatchNorm frozen and dropout off, for everybody alike.
+        found: dict[str, nn.Module] = {EAGER: net}
+        if options.compile:
+            found[COMPILED] = torch.compile(copy.deepcopy(net))
+        for k in (1, 2, 4):
+            if k <= x.shape[0]:
+                found[f"sj_tac preserve k={k}"] = sj_tac.convert(net, "preserve", k, example_input=x[:, :1])
+        more = {n: {"saved MB": f"{saved_megabytes(m, x):.0f}"} for n, m in found.items() if n != COMPILED}
+        runs: dict[str, Any] = {label: lambda m=m, x=x: step(m, x) for label, m in found.items()}
+        for k in (1, 2, 4):
+            if k <= x.shape[0]:
+                bare = measure.bare_convolutions(net, x, k)
+                runs[f"bare convolutions k={k}"] = lambda bare=bare: sum(y.sum() for y in bare()).backward()
+        seconds = measure.interleaved(runs, options.rounds, name)
+        blank = {"saved MB": ""}
+        host = [label for label in (EAGER, COMPILED) if label in found]
+        results[name] = measure.rows(seconds, host, {label: more.get(label, blank) for label in runs})
+        measure.table(f"{name}, input {list(x.shape)}", results[name], console)
+    path = options.out or measure.RESULTS / f"training-cpu-{date.today().isoformat()}.json"
+    console.print(f"Written: {measure.save(path, 'training', results, options.rounds)}")
+
+
+if __name__ == "__main__":
+    main()
