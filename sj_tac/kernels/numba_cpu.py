@@ -78,6 +78,25 @@ def halve(s, out, width):
 
 
 @njit(cache=True, error_model="numpy")
+def unhalve(g, s, gs, width, zero):
+    """Gradient of ``halve``: to the first largest of each window, as torch's; without branches, so that it vectorises."""
+    half = width // 2
+    for o in range(g.size // half):
+        upper, lower = s[2 * o * width : (2 * o + 1) * width], s[(2 * o + 1) * width : (2 * o + 2) * width]
+        g_upper, g_lower = gs[2 * o * width : (2 * o + 1) * width], gs[(2 * o + 1) * width : (2 * o + 2) * width]
+        row = g[o * half : (o + 1) * half]
+        for q in range(half):
+            a, b, c, d = upper[2 * q], upper[2 * q + 1], lower[2 * q], lower[2 * q + 1]
+            largest = max(max(a, b), max(c, d))
+            to_b, to_c = a < largest, max(a, b) < largest
+            to_d = to_c and c < largest
+            g_upper[2 * q] = zero if to_b else row[q]
+            g_upper[2 * q + 1] = row[q] if to_b and not to_c else zero
+            g_lower[2 * q] = row[q] if to_c and not to_d else zero
+            g_lower[2 * q + 1] = row[q] if to_d else zero
+
+
+@njit(cache=True, error_model="numpy")
 def pool_plane(s, out, kind, width, window, out_width, area):
     """Max or mean over the windows of one plane; ``window`` is (kh, kw, sh, sw, ph, pw)."""
     kh, kw, sh, sw, ph, pw = window
@@ -131,7 +150,7 @@ def forward(
     width, out_width = sizes
     size = v0.shape[1]
     # A tile of rows whose buffers stay in the first-level cache; only pools of 2x2 or none never look across its edges.
-    halves = pool == MAX_POOL and window == (2, 2, 2, 2, 0, 0) and size // width % 2 == 0
+    halves = pool == MAX_POOL and window == (2, 2, 2, 2, 0, 0) and size // width % 2 == 0 and width % 2 == 0
     tile = max(2, 1024 // width // 2 * 2) * width if halves or pool == NO_POOL else size
     for p in range(begin, end):
         x_tile, s_tile = np.empty(min(tile, size), v0.dtype), np.empty(min(tile, size), v0.dtype)
@@ -202,6 +221,23 @@ def reset(h, v, threshold, rest, hard):
         v[i] = (rest if hard else h[i] - threshold) if h[i] >= threshold else h[i]
 
 
+# Sums may be taken in the order that vectorises; it is the same order every time.
+@njit(cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+def dot(a, b, zero):
+    result = zero
+    for i in range(a.size):
+        result += a[i] * b[i]
+    return result
+
+
+@njit(cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+def total(a, zero):
+    result = zero
+    for i in range(a.size):
+        result += a[i]
+    return result
+
+
 @njit(cache=True, error_model="numpy")
 def through_reset(h, sg, gs, carry, threshold, rest, hard, detach, one, zero):
     """Gradient to h into ``carry``: of its spike, and of the voltage behind the reset, which ``carry`` brings."""
@@ -218,7 +254,7 @@ def through_reset(h, sg, gs, carry, threshold, rest, hard, detach, one, zero):
 @njit(cache=True, nogil=True, error_model="numpy")
 def backward(
     begin, end, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, hard, detach, kind, numbers, pool, window,
-    sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights,
+    sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
 ):  # fmt: skip
     """Gradients of ``forward``, from y and v0 alone: a plane's steps are run again, their voltages kept for the way back.
 
@@ -226,11 +262,12 @@ def backward(
         go, gv: gradients of out and v_out; gy, gv0: gradients out, shaped as y and v0.
         g_scale, g_shift: [P]; g_linear: [P, G, 2]; g_weights: [P, T]: partial sums of every plane, to be summed outside in
             one order, whichever thread they come from.
-        detach: as ``detach_reset``; kind, numbers: the surrogate.
+        detach: as ``detach_reset``; kind, numbers: the surrogate; need_linear: g_linear is wanted (a PLIF).
     """
     tau, rest, threshold, one, zero, area = constants
     width, out_width = sizes
     size = v0.shape[1]
+    halves = pool == MAX_POOL and window == (2, 2, 2, 2, 0, 0) and size // width % 2 == 0 and width % 2 == 0
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
@@ -259,39 +296,46 @@ def backward(
                 for i in range(size):
                     s[i] = one if h[i] >= threshold else zero
                 frame = s
-                if pool != NO_POOL:
+                if halves:
+                    halve(s, pooled, width)
+                    frame = pooled
+                elif pool != NO_POOL:
                     pool_plane(s, pooled, pool, width, window, out_width, area)
                     frame = pooled
                 if weights.size == 0:
                     gp[:] = go[t, p]
                 else:
-                    row, w, total = go[t // group, p], weights[t], zero
+                    row, w = go[t // group, p], weights[t]
                     for i in range(row.size):
-                        total += row[i] * frame[i]
                         gp[i] = row[i] * w
-                    g_weights[p, t] = total
-                if pool != NO_POOL:
+                    g_weights[p, t] = dot(row, frame, zero)
+                if halves:
+                    unhalve(gp, s, gs, width, zero)
+                elif pool != NO_POOL:
                     unpool_plane(gp, s, gs, pool, width, window, out_width, area)
                 else:
                     gs[:] = gp
                 derivative(h, threshold, sg, kind, numbers)
                 through_reset(h, sg, gs, carry, threshold, rest, hard, detach, one, zero)
-                if t:
-                    reset(charged[t - 1], v, threshold, rest, hard)
-                else:
-                    v[:] = v0[p]
-                for i in range(size):
-                    beta_sum += carry[i] * (v[i] - rest)
-                    gamma_sum += carry[i] * x[i]
+                if need_linear:
+                    if t:
+                        reset(charged[t - 1], v, threshold, rest, hard)
+                    else:
+                        v[:] = v0[p]
+                if need_linear:
+                    for i in range(size):
+                        v[i] -= rest
+                    beta_sum += dot(carry, v, zero)
+                    gamma_sum += dot(carry, x, zero)
                 for i in range(size):
                     gx[i] += carry[i] * gamma
                     carry[i] = carry[i] * beta
             g_linear[p, g, 0], g_linear[p, g, 1] = beta_sum, gamma_sum
             if scale.size:
                 a, plane = scale[p % scale.size], y[g, p]
+                scale_sum += dot(gx, plane, zero)
+                shift_sum += total(gx, zero)
                 for i in range(size):
-                    scale_sum += gx[i] * plane[i]
-                    shift_sum += gx[i]
                     gy[g, p, i] = gx[i] * a
             else:
                 gy[g, p] = gx
@@ -315,12 +359,12 @@ def forward_parallel(
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")
 def backward_parallel(
     threads, planes, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, hard, detach, kind, numbers, pool,
-    window, sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights,
+    window, sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
 ):  # fmt: skip
     """``backward`` over all planes on Numba's threads."""
     for i in prange(threads):
         backward(
             planes * i // threads, planes * (i + 1) // threads, go, gv, y, scale, shift, v0, lengths, linear, constants,
             mode, hard, detach, kind, numbers, pool, window, sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear,
-            g_weights,
+            g_weights, need_linear,
         )  # fmt: skip

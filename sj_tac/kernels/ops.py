@@ -165,15 +165,16 @@ def fire_backward(
     window: Sequence[int],
     area: float,
     group: int,
+    need_linear: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients to y, scale, shift, v0, linear and weights (those of a missing argument are empty)."""
+    """Gradients to y, scale, shift, v0, linear (zero where not needed) and weights (empty, as all of what is missing)."""
     from sj_tac.kernels import numba_surrogate
 
     steps, planes = sum(lengths), y.shape[1] * y.shape[2]
     gy = torch.empty_like(y, memory_format=torch.contiguous_format)
     gv0 = torch.empty_like(v0, memory_format=torch.contiguous_format)
     g_scale, g_shift = y.new_empty(planes), y.new_empty(planes)
-    g_linear = y.new_empty(planes, len(lengths), 2)
+    g_linear = y.new_zeros(planes, len(lengths), 2)
     g_weights = y.new_empty(planes, steps if weights is not None else 0)
     constants = _constants(y, q, tau, rest, threshold, area)
     _share(
@@ -182,7 +183,7 @@ def fire_backward(
         _optional(linear, y), constants, mode, hard, detach, surrogate,
         numba_surrogate.constants(alpha, type(constants[0])), pool, tuple(window), (y.shape[4], go.shape[4]),
         _optional(weights, y), group, _planes(gy), _planes(gv0), g_scale.numpy(), g_shift.numpy(), g_linear.numpy(),
-        g_weights.numpy(),
+        g_weights.numpy(), need_linear,
     )  # fmt: skip
     RUNS["numba"] += 1
     channels = (y.shape[1], y.shape[2])
@@ -218,7 +219,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, go: Tensor, gv: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    gy, g_scale, g_shift, gv0, g_linear, g_weights = fire_backward(go, gv, *saved, *ctx.options)
+    gy, g_scale, g_shift, gv0, g_linear, g_weights = fire_backward(go, gv, *saved, *ctx.options, ctx.needs_input_grad[4])
     _, scale, shift, _, _, _, weights = saved
     return (
         gy,
