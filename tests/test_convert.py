@@ -183,7 +183,7 @@ def test_k1_in_training_moves_nothing_that_restore_would_miss(x):
     fast(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sj_tac.restore(fast)
+        assert sj_tac.restore(fast)[1].num_batches_tracked == 1
 
 
 def test_learned_weights_are_one_key_a_layer_and_not_dropped_by_accident(x):

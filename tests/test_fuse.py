@@ -10,7 +10,7 @@ import pytest
 import quickstart
 import torch
 from spikingjelly.activation_based import functional, layer, neuron
-from support import ZOO, conv, csnn, frames, node, norm, recorded, zoo
+from support import ZOO, awake, conv, csnn, frames, node, norm, recorded, zoo
 from torch import nn
 
 import sj_tac
@@ -213,6 +213,38 @@ def test_fused_zoo_nets_agree_with_unfused_ones(name):
         # Flips at the threshold grow through the layers behind them; without any, outputs are equal.
         assert (expected != got).float().mean() < 0.25
         assert (expected - got).abs().mean() <= 0.02 * expected.abs().mean().clamp_min(1e-3)
+
+
+@pytest.mark.parametrize("kind", ["threshold", "no affine", "none", "identity"])
+def test_every_norm_fuses(kind):
+    torch.manual_seed(0)
+    made = {
+        "threshold": lambda: [layer.ThresholdDependentBatchNorm2d(1.0, 0.5, 4)],
+        "no affine": lambda: [layer.BatchNorm2d(4, affine=False, step_mode="m")],
+        "none": lambda: [],
+        "identity": lambda: [nn.Identity(), norm(4)],
+    }[kind]
+    modules = []
+    for inputs in (2, 4):
+        modules += [conv(inputs, 4), *made(), node("plif", v_threshold=0.3), layer.Dropout(0.3, step_mode="m")]
+    net = nn.Sequential(*modules).eval()
+    for module in net:
+        if getattr(module, "running_mean", None) is not None:
+            module.running_mean.uniform_(-0.3, 0.3)
+            module.running_var.uniform_(0.5, 2.0)
+    x = frames(7, 2, 2, 8, 8)
+    awake(net, x)
+    for training in (False, True):
+        outputs = []
+        for fast in both(net, "preserve", 3):
+            fast.train(training)
+            sj_tac.freeze_bn(fast)
+            torch.manual_seed(1)  # the dropout masks
+            outputs.append(fast(x).detach())
+            assert all(v.status == "converted" for v in sj_tac.report(fast).verdicts)
+        assert outputs[0].std() > 0
+        assert torch.equal(*outputs)
+    assert {v.kernel for v in sj_tac.report(fast).verdicts} == {"numba, fused"}
 
 
 def test_state_and_calls_in_a_row():
