@@ -62,7 +62,7 @@ space = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(space)
 def test_numba_is_the_reference(case):
     torch.manual_seed(case["seed"])
@@ -93,9 +93,14 @@ def test_numba_is_the_reference(case):
     assert torch.equal(got[1], expected[1])
     assert got[2].keys() == expected[2].keys()
     tolerance = 1e-10 if wide == torch.float64 else 1e-5 if case["dtype"] == torch.float32 else 2e-2
+    terms = expected[2]["y"].abs().sum().clamp_min(1e-3)
     for name, gradient in expected[2].items():
         scale = gradient.abs().max().clamp_min(1e-3)
-        assert ((got[2][name] - gradient).abs().max() / scale) < tolerance * (30 if name == "w" else 3), name
+        if name not in ("y", "v"):
+            # A sum over all frames and pixels, whose terms cancel: its rounding is relative to what is summed. float64,
+            # where it is held to 1e-10, shows that the terms are the right ones.
+            scale = torch.maximum(scale, terms / 10)
+        assert ((got[2][name] - gradient).abs().max() / scale) < tolerance, name
 
 
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
