@@ -98,6 +98,7 @@ def fuse(
             layout.swaps.append(Swap(pool, places[pool]))
         for module in fusions[name].modules():
             places[module].fusion = fusions[name]
+    layout.timeline.fusions = list(fusions.values())
     exits = {module for module, _ in layout.exits}
     for name, fusion in fusions.items():
         link = links[name]

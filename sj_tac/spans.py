@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 def group_lengths(total: int, size: int) -> list[int]:
@@ -64,9 +65,13 @@ class Timeline:
     def __init__(self) -> None:
         self.grouped = False
         self.steps: int | None = None
+        # The fused chains of the net. What one was about to be handed when a call failed must not reach the next call.
+        self.fusions: list[Any] = []
 
     def start(self) -> None:
         self.grouped, self.steps = True, None
+        for fusion in self.fusions:
+            fusion.arriving = False
 
     def stop(self) -> None:
         self.grouped, self.steps = False, None

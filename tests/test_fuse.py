@@ -180,6 +180,28 @@ def test_a_hook_on_the_reader_makes_its_writer_hand_out_frames():
     assert sj_tac.report(fused)["0"].kernel == "numba, fused"
 
 
+def test_a_failed_call_hands_nothing_to_the_next(monkeypatch):
+    """The first chain has announced groups when the call fails; in the next call it hands out frames."""
+    torch.manual_seed(0)
+    modules = []
+    for inputs in (2, 4):
+        modules += [conv(inputs, 4), norm(4), node("lif", v_threshold=0.3), layer.Dropout(0.3, step_mode="m")]
+    x = frames(7, 2, 2, 8, 8)
+    unfused, fused = both(awake(nn.Sequential(*modules).eval(), x), "preserve", 2)
+
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("planned")
+
+    with torch.no_grad():
+        with monkeypatch.context() as patched:
+            patched.setattr(layer.Dropout, "forward", fail)
+            with pytest.raises(RuntimeError, match="planned"):
+                fused(x)
+        functional.reset_net(fused)
+        fused[0].register_forward_hook(lambda m, a, out: None)  # unfuses the first chain
+        assert torch.equal(fused(x), unfused(x))
+
+
 @pytest.mark.parametrize("policy", ["preserve", "collapse"])
 def test_cut_nets_and_monitors_see_what_the_unfused_net_shows(policy):
     net = csnn()
