@@ -146,11 +146,9 @@ def fire(
         )
     kernel, _ = kernels.choose(backend, node, pool, y.device)
     wide = reference.accumulation_dtype(y.dtype)
-    if v is None:
-        v = torch.full(y.shape[1:], host.resting_voltage(node), dtype=wide, device=y.device)
     linear = merged_steps(node, lengths, normalize, wide) if merge else None
-    tensors = [None if x is None else x.to(wide) for x in (scale, shift, weights)]
+    tensors = [None if x is None else x.to(wide) for x in (v, scale, shift, weights)]
     out, last = kernels.RUNNERS[kernel](
-        y.to(wide), node, v.to(wide), lengths, linear, tensors[0], tensors[1], pool, tensors[2], group
+        y.to(wide), node, tensors[0], lengths, linear, tensors[1], tensors[2], pool, tensors[3], group
     )
     return out.to(y.dtype), last

@@ -95,9 +95,10 @@ class Fusion:
         if self.norm is not None and not self.norm.training:
             scale, shift = host.affine(self.norm)
         weights, group = self.weights(y.dtype)
+        v = None if host.is_at_rest(node) else host.take_state(node, y)
         self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device)
         out, v = fire(
-            y, node, max(lengths), steps=sum(lengths), v=host.take_state(node, y), scale=scale, shift=shift, pool=self.pool,
+            y, node, max(lengths), steps=sum(lengths), v=v, scale=scale, shift=shift, pool=self.pool,
             weights=weights, group=group, merge=merge, normalize=place.normalize, backend=self.ran,
         )  # fmt: skip
         host.put_state(node, v, [])

@@ -198,6 +198,12 @@ def take_state(node: Any, frames: Tensor) -> Tensor:
     return voltage
 
 
+def is_at_rest(node: Any) -> bool:
+    """True where the neuron has not run since its reset: its voltage is still the number it is reset to, the resting one."""
+    voltage = node._memories["v"]
+    return isinstance(voltage, float) and voltage == resting_voltage(node)
+
+
 def put_state(node: Any, voltage: Tensor, history: list[Tensor]) -> None:
     """Store the voltage after a call, and its history where ``store_v_seq`` is on."""
     node._memories["v"] = voltage

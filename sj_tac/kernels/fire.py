@@ -40,7 +40,7 @@ def choose(backend: str, node: nn.Module, pool: nn.Module | None, device: torch.
 def run_reference(
     y: Tensor,
     node: Any,
-    v0: Tensor,
+    v0: Tensor | None,
     lengths: Sequence[int],
     linear: Tensor | None,
     scale: Tensor | None,
@@ -50,6 +50,7 @@ def run_reference(
     group: int,
 ) -> tuple[Tensor, Tensor]:
     """The definition in plain PyTorch; ``linear`` [G, 2] makes every drive one merged step."""
+    v0 = torch.full_like(y[0], host.resting_voltage(node)) if v0 is None else v0
     if scale is not None and shift is not None:
         y = y * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
     if linear is None:
@@ -72,7 +73,7 @@ def run_reference(
 def run_numba(
     y: Tensor,
     node: Any,
-    v0: Tensor,
+    v0: Tensor | None,
     lengths: Sequence[int],
     linear: Tensor | None,
     scale: Tensor | None,
@@ -89,9 +90,11 @@ def run_numba(
     if spec is None or window is None:
         raise BackendError(numba_problem(node, pool, None))
     merged = linear is not None
-    if linear is None:
-        row = [host.decay(node, y.dtype), host.input_gain(node, y.dtype)]
-        linear = torch.stack([torch.as_tensor(r, dtype=y.dtype, device=y.device) for r in row]).expand(len(lengths), 2)
+    decay, gain = host.decay(node, y.dtype), host.input_gain(node, y.dtype)
+    if isinstance(decay, Tensor) and linear is None:
+        pair = [torch.as_tensor(value, dtype=y.dtype, device=y.device) for value in (decay, gain)]
+        linear = torch.stack(pair).expand(len(lengths), 2)
+    beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
     mode, tau = host.charge_mode(node, merged), float(getattr(node, "tau", 1.0))
     if mode in (0, 1) and math.frexp(tau)[0] == 0.5:
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
@@ -100,9 +103,8 @@ def run_numba(
     kind = 0 if pool is None else (1 if isinstance(pool, nn.MaxPool2d) else 2)
     out: tuple[Tensor, Tensor] = ops.fire(
         y, scale, shift, v0, linear, None if w is None else w.detach().to(y.dtype).sigmoid(), weights,
-        [1] * len(lengths) if merged else list(lengths), mode, tau,
-        host.resting_voltage(node), float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1],
-        kind, list(window), float(window[0] * window[1]), group,
+        [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
+        float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1], kind, list(window), group,
     )  # fmt: skip
     return out
 

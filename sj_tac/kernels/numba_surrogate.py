@@ -1,4 +1,4 @@
-"""Derivatives of SpikingJelly's fused surrogates, a plane at a time, for the backward pass of ``fire``.
+"""Derivatives of SpikingJelly's fused surrogates, a row at a time, for the backward pass of ``fire``.
 
 Numbered as SpikingJelly numbers them, in the order of ``host.FUSED_SURROGATES``.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+
+from sj_tac.kernels.numba_steps import lean
 
 SIGMOID, ATAN, PIECEWISE_QUADRATIC, PIECEWISE_EXP, SOFT_SIGN, SUPER_SPIKE, ERF = range(7)
 
@@ -32,34 +33,33 @@ def constants(alpha: float, dtype: type) -> tuple[np.floating, ...]:
     return tuple(dtype(v) for v in values)
 
 
-@njit(cache=True, error_model="numpy")
-def derivative(h, threshold, out, kind, numbers):
-    """d spike / d h at ``h - threshold`` into ``out``; ``numbers`` from ``constants``."""
+@lean()
+def derivative(h, p, threshold, out, q, n, kind, numbers):
+    """d spike / d h at ``h - threshold`` of ``n`` voltages from ``p`` on, into ``out`` from ``q`` on; see ``constants``."""
     alpha, half, angle, square, inverse, soft, erf, one, zero = numbers
-    n = h.size
     if kind == SIGMOID:
         for i in range(n):
-            s = one / (one + np.exp(-alpha * (h[i] - threshold)))
-            out[i] = (one - s) * s * alpha
+            s = one / (one + np.exp(-alpha * (h[p + i] - threshold)))
+            out[q + i] = (one - s) * s * alpha
     elif kind == ATAN:
         for i in range(n):
-            z = (h[i] - threshold) * angle
-            out[i] = half / (one + z * z)
+            z = (h[p + i] - threshold) * angle
+            out[q + i] = half / (one + z * z)
     elif kind == PIECEWISE_QUADRATIC:
         for i in range(n):
-            out[i] = max(alpha - square * abs(h[i] - threshold), zero)
+            out[q + i] = max(alpha - square * abs(h[p + i] - threshold), zero)
     elif kind == PIECEWISE_EXP:
         for i in range(n):
-            out[i] = half * np.exp(-alpha * abs(h[i] - threshold))
+            out[q + i] = half * np.exp(-alpha * abs(h[p + i] - threshold))
     elif kind == SOFT_SIGN:
         for i in range(n):
-            z = inverse + abs(h[i] - threshold)
-            out[i] = soft / (z * z)
+            z = inverse + abs(h[p + i] - threshold)
+            out[q + i] = soft / (z * z)
     elif kind == SUPER_SPIKE:
         for i in range(n):
-            z = one + abs(h[i] - threshold)
-            out[i] = alpha / (z * z)
+            z = one + abs(h[p + i] - threshold)
+            out[q + i] = alpha / (z * z)
     else:
         for i in range(n):
-            z = alpha * (h[i] - threshold)
-            out[i] = erf * np.exp(-z * z)
+            z = alpha * (h[p + i] - threshold)
+            out[q + i] = erf * np.exp(-z * z)

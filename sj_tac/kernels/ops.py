@@ -1,17 +1,19 @@
-"""``sj_tac::fire`` and its backward as torch operators: fake kernels and autograd here, the CPU kernel from Numba.
+"""``sj_tac::fire`` and its backward as torch operators: fake kernels and autograd here, the CPU kernels from Numba.
 
 Numba is imported, and compiles, when an operator first runs.
 """
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from sj_tac.kernels.threads import empty, flat, is_channels_last, share, vector
 
 # Calls that really ran, by kernel name; what a report says about kernels is read off these.
 RUNS: dict[str, int] = {"numba": 0}
@@ -25,66 +27,37 @@ def pooled_size(height: int, width: int, pool: int, window: Sequence[int]) -> tu
     return (height + 2 * ph - kh) // sh + 1, (width + 2 * pw - kw) // sw + 1
 
 
-def _shapes(
-    y: Tensor, lengths: Sequence[int], pool: int, window: Sequence[int], weighted: bool, group: int
-) -> tuple[list[int], int]:
-    steps = sum(lengths)
-    rows = -(-steps // group) if weighted else steps
+def in_tiles(y: Tensor, pool: int, window: Sequence[int]) -> bool:
+    """Whether the tile kernels run this: no pool, or MaxPool (1) of 2x2 windows that tile the map."""
+    even = y.shape[3] % 2 == 0 and y.shape[4] % 2 == 0
+    return not pool or (pool == 1 and tuple(window) == (2, 2, 2, 2, 0, 0) and even)
+
+
+def _outputs(
+    y: Tensor, lengths: Sequence[int], pool: int, window: Sequence[int], weights: Tensor | None, group: int
+) -> tuple[Tensor, Tensor, bool]:
+    """Memory for the output and the voltages, and whether it is channels_last, as y's is."""
+    last = in_tiles(y, pool, window) and is_channels_last(y)
+    rows = -(-sum(lengths) // group) if weights is not None else sum(lengths)
     height, width = pooled_size(y.shape[3], y.shape[4], pool, window)
-    return [rows, y.shape[1], y.shape[2], height, width], steps
-
-
-def _planes(x: Tensor) -> np.ndarray:
-    """[..., N, C, H, W] as an array [..., N*C, H*W]."""
-    lead = x.shape[:-4]
-    planes: np.ndarray = x.detach().contiguous().view(*lead, x.shape[-4] * x.shape[-3], -1).numpy()
-    return planes
+    return empty(y, [rows, y.shape[1], y.shape[2], height, width], last), empty(y, list(y.shape[1:]), last), last
 
 
 def _constants(
-    y: Tensor, q: Tensor | None, tau: float, rest: float, threshold: float, area: float
+    y: Tensor, q: Tensor | None, tau: float, rest: float, threshold: float, hard: bool
 ) -> tuple[np.floating[Any], ...]:
+    """tau or sigmoid(w), rest, threshold, limits of the voltage behind the reset, 1 and 0, in y's dtype."""
     kind = np.float64 if y.dtype == torch.float64 else np.float32
-    rate = float(q) if q is not None else tau
-    return tuple(kind(v) for v in (rate, rest, threshold, 1.0, 0.0, area))
+    low, high = (rest, rest) if hard else (-math.inf, math.inf)
+    return tuple(kind(v) for v in (float(q) if q is not None else tau, rest, threshold, low, high, 1.0, 0.0))
 
 
-def _optional(x: Tensor | None, like: Tensor) -> np.ndarray:
-    array: np.ndarray = (like.new_empty(0) if x is None else x.detach().to(like.dtype)).contiguous().numpy()
-    return array
-
-
-# The process that started Numba's threads; a forked child must not touch them.
-_STARTED_IN: list[int] = []
-
-
-def _threads_are_safe() -> bool:
-    """Whether Numba's threads may be used: not by a forked child (OpenMP), nor where Numba has only its own work queue.
-
-    Both would end the process: the one when a forked worker enters, the other when two Python threads do.
-    """
-    from numba.np.ufunc import parallel
-
-    if not _STARTED_IN:
-        parallel._launch_threads()  # type: ignore[no-untyped-call]
-        _STARTED_IN.append(os.getpid())
-    layer = parallel.threading_layer()  # type: ignore[no-untyped-call]
-    return _STARTED_IN[0] == os.getpid() and layer != "workqueue"
-
-
-def _share(kernel: str, planes: int, *arguments: Any) -> None:
-    """The kernel over all planes, on as many threads as torch uses. A plane's result does not depend on their number."""
-    import numba
-
-    from sj_tac.kernels import numba_cpu
-
-    limit: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    threads = min(torch.get_num_threads(), planes, limit)
-    if threads > 1 and _threads_are_safe():
-        numba.set_num_threads(threads)
-        getattr(numba_cpu, f"{kernel}_parallel")(threads, planes, *arguments)
-    else:
-        getattr(numba_cpu, kernel)(0, planes, *arguments)
+def _linear(y: Tensor, linear: Tensor | None, decay: float, gain: float) -> np.ndarray:
+    """beta and gamma on each drive, [G, 2]."""
+    if linear is not None:
+        return vector(linear, y)
+    kind = np.float64 if y.dtype == torch.float64 else np.float32
+    return np.full((y.shape[0], 2), (decay, gain), kind)
 
 
 @torch.library.custom_op("sj_tac::fire", mutates_args=(), device_types="cpu")
@@ -92,13 +65,15 @@ def fire(
     y: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
-    v0: Tensor,
-    linear: Tensor,
+    v0: Tensor | None,
+    linear: Tensor | None,
     q: Tensor | None,
     weights: Tensor | None,
     lengths: Sequence[int],
     mode: int,
     tau: float,
+    decay: float,
+    gain: float,
     rest: float,
     threshold: float,
     hard: bool,
@@ -107,38 +82,62 @@ def fire(
     alpha: float,
     pool: int,
     window: Sequence[int],
-    area: float,
     group: int,
 ) -> tuple[Tensor, Tensor]:
     """BN affine -> neuron steps -> pool -> weighted sums; see ``sj_tac.functional.fire`` for what the arguments mean.
 
     Args:
-        y: [G, N, C, H, W], float32 or float64, as all tensors here; scale, shift: [C] or None; v0: [N, C, H, W].
-        linear: [G, 2], beta and gamma of the step on each drive; q: sigmoid(w) of a PLIF, 0-dim, without gradient.
+        y: [G, N, C, H, W], float32 or float64, as all tensors here; scale, shift: [C]; v0: [N, C, H, W], or None at rest.
+        linear: [G, 2], beta and gamma of the step on each drive, or None where they are the numbers ``decay`` and ``gain``.
+        q: sigmoid(w) of a PLIF, 0-dim, without gradient.
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
-        lengths: steps on each drive.
+        lengths: steps on each drive; mode: as ``host.charge_mode``; pool: 0 none, 1 max, 2 mean.
+
+    Returns:
+        Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False.
     """
-    shape, _ = _shapes(y, lengths, pool, window, weights is not None, group)
-    out = y.new_empty(shape)
-    v = torch.empty_like(v0, memory_format=torch.contiguous_format)
-    _share(
-        "forward", y.shape[1] * y.shape[2], _planes(y), _optional(scale, y), _optional(shift, y), _planes(v0),
-        np.array(lengths), _optional(linear, y),
-        _constants(y, q, tau, rest, threshold, area), mode, hard, pool, tuple(window), (y.shape[4], shape[4]),
-        _optional(weights, y), group, _planes(out), _planes(v),
-    )  # fmt: skip
+    out, v, last = _outputs(y, lengths, pool, window, weights, group)
+    constants, steps = _constants(y, q, tau, rest, threshold, hard), np.array(lengths)
+    shared = (steps, _linear(y, linear, decay, gain), constants, mode)
+    work = y.numel() // y.shape[0] * sum(lengths)
+    affine, ws = (vector(scale, y), vector(shift, y)), vector(weights, y)
+    if in_tiles(y, pool, window):
+        from sj_tac.kernels import numba_forward, numba_tiles
+
+        share(
+            numba_forward, "forward", out.numel() // out.shape[0], work, flat(y, last, y), *affine, flat(v0, last, y), *shared,
+            numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last, (y.shape[4], y.shape[2], y.shape[3] * y.shape[4]),
+            ws, group, flat(out, last, y), flat(v, last, y),
+        )  # fmt: skip
+    else:
+        from sj_tac.kernels import numba_planes
+
+        planes = y.shape[1] * y.shape[2]
+        share(
+            numba_planes, "forward", planes, work, _planes(y, planes), *affine, _planes(v0, planes, y), *shared,
+            constants[0].dtype.type(window[0] * window[1]), pool, tuple(window), (y.shape[4], out.shape[4]), ws, group,
+            _planes(out, planes), _planes(v, planes),
+        )  # fmt: skip
     RUNS["numba"] += 1
     return out, v
 
 
+def _planes(x: Tensor | None, planes: int, like: Tensor | None = None) -> np.ndarray:
+    """[..., N, C, H, W] as an array [..., N*C, H*W]."""
+    if x is None:
+        assert like is not None
+        return np.empty((0, 0), vector(None, like).dtype)
+    array: np.ndarray = x.detach().contiguous().view(*x.shape[:-4], planes, -1).numpy()
+    return array
+
+
 @fire.register_fake
 def _(
-    y: Tensor, scale: Any, shift: Any, v0: Tensor, linear: Any, q: Any, weights: Any, lengths: Any, mode: Any, tau: Any,
-    rest: Any, threshold: Any, hard: Any, detach: Any, surrogate: Any, alpha: Any, pool: int, window: Any, area: Any,
-    group: int,
+    y: Tensor, scale: Any, shift: Any, v0: Any, linear: Any, q: Any, weights: Any, lengths: Any, mode: Any, tau: Any,
+    decay: Any, gain: Any, rest: Any, threshold: Any, hard: Any, detach: Any, surrogate: Any, alpha: Any, pool: int,
+    window: Any, group: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape, _ = _shapes(y, lengths, pool, window, weights is not None, group)
-    return y.new_empty(shape), torch.empty_like(v0, memory_format=torch.contiguous_format)
+    return _outputs(y, lengths, pool, window, weights, group)[:2]
 
 
 @torch.library.custom_op("sj_tac::fire_backward", mutates_args=(), device_types="cpu")
@@ -148,13 +147,15 @@ def fire_backward(
     y: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
-    v0: Tensor,
-    linear: Tensor,
+    v0: Tensor | None,
+    linear: Tensor | None,
     q: Tensor | None,
     weights: Tensor | None,
     lengths: Sequence[int],
     mode: int,
     tau: float,
+    decay: float,
+    gain: float,
     rest: float,
     threshold: float,
     hard: bool,
@@ -163,52 +164,77 @@ def fire_backward(
     alpha: float,
     pool: int,
     window: Sequence[int],
-    area: float,
     group: int,
     need_linear: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients to y, scale, shift, v0, linear (zero where not needed) and weights (empty, as all of what is missing)."""
+    """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
     from sj_tac.kernels import numba_surrogate
 
-    steps, planes = sum(lengths), y.shape[1] * y.shape[2]
-    gy = torch.empty_like(y, memory_format=torch.contiguous_format)
-    gv0 = torch.empty_like(v0, memory_format=torch.contiguous_format)
-    g_scale, g_shift = y.new_empty(planes), y.new_empty(planes)
-    g_linear = y.new_zeros(planes, len(lengths), 2)
-    g_weights = y.new_empty(planes, steps if weights is not None else 0)
-    constants = _constants(y, q, tau, rest, threshold, area)
-    _share(
-        "backward", planes, _planes(go), _planes(gv), _planes(y), _optional(scale, y), _optional(shift, y), _planes(v0),
-        np.array(lengths),
-        _optional(linear, y), constants, mode, hard, detach, surrogate,
-        numba_surrogate.constants(alpha, type(constants[0])), pool, tuple(window), (y.shape[4], go.shape[4]),
-        _optional(weights, y), group, _planes(gy), _planes(gv0), g_scale.numpy(), g_shift.numpy(), g_linear.numpy(),
-        g_weights.numpy(), need_linear,
+    tiled = in_tiles(y, pool, window)
+    last = tiled and is_channels_last(y)
+    gy = empty(y, list(y.shape), last)
+    gv0 = y.new_empty(0) if v0 is None else empty(y, list(y.shape[1:]), last)
+    constants, steps = _constants(y, q, tau, rest, threshold, hard), np.array(lengths)
+    kind = type(constants[0])
+    # keep, rest_gain, h_gain: how the voltage behind the reset depends on h and, with the reset in the graph, on the spike.
+    resets = (0.0, 0.0 if detach else rest, 0.0 if detach else -1.0) if hard else (1.0, 0.0 if detach else -threshold, 0.0)
+    derivative = (
+        tuple(kind(r) for r in resets), surrogate, numba_surrogate.constants(alpha, kind)
     )  # fmt: skip
+    shared = (steps, _linear(y, linear, decay, gain), constants, mode, *derivative)
+    work = 3 * y.numel() // y.shape[0] * sum(lengths)
+    affine, ws = (vector(scale, y), vector(shift, y)), vector(weights, y)
+    n, c, height, width = y.shape[1:]
+    slots = go.numel() // go.shape[0]
+    rows = 2 if pool else 1
+    # A chunk is whole planes, or whole rows (of windows) of a sample: sums are taken chunk by chunk.
+    block = width // rows * c if last else width * height // rows**2
+    chunk = block * max(1, 256 // block)
+    chunks = -(-slots // chunk) if tiled else n * c
+    sums = y.new_zeros(2, chunks * c if last else n * c)
+    g_linear, g_weights = y.new_zeros(chunks, len(lengths), 2), y.new_zeros(chunks, sum(lengths) if ws.size else 0)
+    partial = (sums[0].numpy(), sums[1].numpy(), g_linear.numpy(), g_weights.numpy(), need_linear)
+    if tiled:
+        from sj_tac.kernels import numba_backward, numba_tiles
+
+        share(
+            numba_backward, "backward", chunks, work, flat(go, last, y), flat(gv, last, y), flat(y, last, y), *affine,
+            flat(v0, last, y), *shared, numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last,
+            (width, c, height * width), chunk, ws, group, flat(gy, last, y), vector(None, y) if v0 is None else
+            flat(gv0, last, y), *partial,
+        )  # fmt: skip
+    else:
+        from sj_tac.kernels import numba_planes
+
+        share(
+            numba_planes, "backward", chunks, work, _planes(go, chunks), _planes(gv, chunks), _planes(y, chunks), *affine,
+            _planes(v0, chunks, y), *shared, kind(window[0] * window[1]), pool, tuple(window), (width, go.shape[4]), ws, group,
+            _planes(gy, chunks), _planes(None if v0 is None else gv0, chunks, y), *partial,
+        )  # fmt: skip
     RUNS["numba"] += 1
-    channels = (y.shape[1], y.shape[2])
+    by_channel = sums.view(2, -1, c).sum(1)
     none = y.new_empty(0)
     return (
         gy,
-        none if scale is None else g_scale.view(channels).sum(0),
-        none.clone() if shift is None else g_shift.view(channels).sum(0),
+        none if scale is None else by_channel[0].clone(),
+        none.clone() if shift is None else by_channel[1].clone(),
         gv0,
-        g_linear.sum(0),
+        none.clone() if linear is None else g_linear.sum(0),
         g_weights.sum(0),
     )
 
 
 @fire_backward.register_fake
 def _(
-    go: Tensor, gv: Tensor, y: Tensor, scale: Tensor | None, shift: Tensor | None, v0: Tensor, linear: Tensor, q: Any,
-    weights: Tensor | None, *rest: Any,
+    go: Tensor, gv: Tensor, y: Tensor, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None, linear: Tensor | None,
+    q: Any, weights: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def like(x: Tensor | None) -> Tensor:
         return y.new_empty(0 if x is None else x.shape)
 
-    v = torch.empty_like(v0, memory_format=torch.contiguous_format)
-    g = torch.empty_like(y, memory_format=torch.contiguous_format)
-    return g, like(scale), like(shift), v, like(linear), like(weights)
+    last = in_tiles(y, rest[11], rest[12]) and is_channels_last(y)
+    gv0 = like(None) if v0 is None else empty(y, list(y.shape[1:]), last)
+    return empty(y, list(y.shape), last), like(scale), like(shift), gv0, like(linear), like(weights)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -219,18 +245,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, go: Tensor, gv: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    gy, g_scale, g_shift, gv0, g_linear, g_weights = fire_backward(go, gv, *saved, *ctx.options, ctx.needs_input_grad[4])
-    _, scale, shift, _, _, _, weights = saved
-    return (
-        gy,
-        None if scale is None else g_scale,
-        None if shift is None else g_shift,
-        gv0,
-        g_linear,
-        None,
-        None if weights is None else g_weights,
-        *[None] * len(ctx.options),
+    gradients = fire_backward(go, gv, *saved, *ctx.options, ctx.needs_input_grad[4])
+    gy, g_scale, g_shift, gv0, g_linear, g_weights = (
+        None if x is None else g for x, g in zip((*saved[:5], saved[6]), gradients, strict=True)
     )
+    return (gy, g_scale, g_shift, gv0, g_linear, None, g_weights, *[None] * len(ctx.options))
 
 
 fire.register_autograd(_backward, setup_context=_setup)

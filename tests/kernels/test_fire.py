@@ -213,10 +213,10 @@ class Data(torch.utils.data.Dataset):
 for batch in torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork"):
     assert torch.equal(batch[0], expected), "forked worker"
 import os
-from sj_tac.kernels import ops
+from sj_tac.kernels import threads as numba_threads
 pid = os.fork()
 if pid == 0:
-    os._exit(1 if ops._threads_are_safe() else 0)
+    os._exit(1 if numba_threads.are_safe() else 0)
 assert os.waitpid(pid, 0)[1] == 0, "a forked child would enter the parent's threads"
 """
 

@@ -1,0 +1,232 @@
+"""``fire`` backward by tiles, compiled by Numba: the steps of a tile are run again from y and v0, and then walked back.
+
+The charged voltages of a tile, [T, 4 * TILE], are all that is kept of the trajectory, and they stay in the cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from sj_tac.kernels.numba_steps import M0, M1, M2, M3, M4, M5, after, charged, lean
+from sj_tac.kernels.numba_surrogate import derivative
+from sj_tac.kernels.numba_tiles import following, geometry, load, locate, store
+
+# As in numba_forward: slots of a tile, and where what lies in the buffer, four corners each.
+TILE = 256
+SPAN = 4 * TILE
+X, V, CARRY, GX, GS, SG, Y, FIRED = (i * SPAN for i in range(8))
+REGIONS = 8
+
+
+@lean()
+def _recompute(b, at, n, h, p, mode, tau, rest, threshold, low, high, decay, gain):
+    """Charged voltages of ``n`` neurons into ``h`` from ``p`` on, and the reset."""
+    for i in range(n):
+        h[p + i] = charged(b[X + at + i], b[V + at + i], mode, tau, rest, decay, gain)
+        b[V + at + i] = after(h[p + i], threshold, low, high)
+
+
+@lean()
+def _recompute_any(b, at, n, h, p, mode, tau, rest, threshold, low, high, decay, gain):
+    if mode == 0:
+        _recompute(b, at, n, h, p, M0, tau, rest, threshold, low, high, decay, gain)
+    elif mode == 1:
+        _recompute(b, at, n, h, p, M1, tau, rest, threshold, low, high, decay, gain)
+    elif mode == 2:
+        _recompute(b, at, n, h, p, M2, tau, rest, threshold, low, high, decay, gain)
+    elif mode == 3:
+        _recompute(b, at, n, h, p, M3, tau, rest, threshold, low, high, decay, gain)
+    elif mode == 4:
+        _recompute(b, at, n, h, p, M4, tau, rest, threshold, low, high, decay, gain)
+    else:
+        _recompute(b, at, n, h, p, M5, tau, rest, threshold, low, high, decay, gain)
+
+
+@lean()
+def _to_spikes(go, start, w, b, n, h, p, slots, threshold, one, zero):
+    """Gradient of the spikes; a window's goes to the first of its largest, as torch's, which is the first where none fires."""
+    if len(slots) == 1:
+        for i in range(n):
+            b[GS + i] = go[start + i] * w
+            b[FIRED + i] = one if h[p + i] >= threshold else zero
+    else:
+        for i in range(n):
+            g = go[start + i] * w
+            f0, f1 = h[p + i] >= threshold, h[p + TILE + i] >= threshold
+            f2, f3 = h[p + 2 * TILE + i] >= threshold, h[p + 3 * TILE + i] >= threshold
+            fired = f0 | f1 | f2 | f3
+            b[GS + i] = g if f0 | (not fired) else zero
+            b[GS + TILE + i] = g if f1 & (not f0) else zero
+            b[GS + 2 * TILE + i] = g if f2 & (not (f0 | f1)) else zero
+            b[GS + 3 * TILE + i] = g if f3 & (not (f0 | f1 | f2)) else zero
+            b[FIRED + i] = one if fired else zero
+
+
+@lean()
+def _through_reset(b, at, n, h, p, threshold, keep, rest_gain, h_gain, one):
+    """Gradient to h into CARRY: of its spike, and of the voltage behind the reset, which CARRY brings.
+
+    d v / d h is ``keep`` where it fired (0 for a hard reset), else 1; with the reset in the graph, plus d v / d s times the
+    surrogate: ``rest_gain + h_gain h``, which is r - h for a hard reset and -v_threshold for a soft one.
+    """
+    for i in range(n):
+        voltage, slope = h[p + i], b[SG + at + i]
+        kept = (keep if voltage >= threshold else one) + (rest_gain + h_gain * voltage) * slope
+        b[CARRY + at + i] = b[GS + at + i] * slope + b[CARRY + at + i] * kept
+
+
+@lean()
+def _share(b, at, n, beta, gamma):
+    """What a step hands to its drive, and back to the step before."""
+    for i in range(n):
+        b[GX + at + i] += b[CARRY + at + i] * gamma
+        b[CARRY + at + i] *= beta
+
+
+@lean()
+def _before(b, at, n, h, p, threshold, low, high, rest):
+    """v - r before a step, from the charged voltages of the step before it, into V."""
+    for i in range(n):
+        b[V + at + i] = after(h[p + i], threshold, low, high) - rest
+
+
+# Sums may be taken in the order that vectorises; it is the same order every time.
+@lean(fastmath={"reassoc", "nsz"})
+def _dot(a, p, b, q, n, zero):
+    result = zero
+    for i in range(n):
+        result += a[p + i] * b[q + i]
+    return result
+
+
+@lean(fastmath={"reassoc", "nsz"})
+def _total(a, p, n, zero):
+    result = zero
+    for i in range(n):
+        result += a[p + i]
+    return result
+
+
+@lean()
+def _through_affine(b, begin, end, shape, slots, last, scale, chunk, g_scale, g_shift, zero):
+    """GX becomes the gradient to y; those to scale and shift are summed, by plane or, in channels_last, by chunk and channel."""
+    run, runs, _, _, _, _, _ = geometry(shape, slots, last)
+    place, i, plane, channel = locate(begin, run, runs, shape[1])
+    slot = begin
+    while slot < end:
+        n = np.uintp(min(run - place, end - slot))
+        for corner in range(4 if len(slots) > 1 else 1):
+            at = np.uintp(corner * TILE + slot - begin)
+            x, y = np.uintp(GX) + at, np.uintp(Y) + at
+            if last:
+                c, row = np.uintp(place), np.uintp(chunk * shape[1] + place)
+                for j in range(n):
+                    g_shift[row + j] += b[x + j]
+                    g_scale[row + j] += b[x + j] * b[y + j]
+                    b[x + j] *= scale[c + j]
+            else:
+                g_shift[plane] += _total(b, x, n, zero)
+                g_scale[plane] += _dot(b, x, b, y, n, zero)
+                factor = scale[channel]
+                for j in range(n):
+                    b[x + j] *= factor
+        slot, place = slot + min(run - place, end - slot), 0
+        i, plane, channel = following(i, runs, plane, channel, shape[1])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def backward(
+    begin, end, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, slots, last, shape,
+    chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
+):  # fmt: skip
+    """Gradients of ``numba_forward.forward``.
+
+    Args:
+        begin, end: chunks of ``chunk_slots`` slots. Every sum is taken chunk by chunk, so that it does not depend on how many
+            threads share them.
+        go, gv: gradients of out and v_out; gy, gv0: gradients to y and v0 (empty: not wanted).
+        resets: keep, rest_gain and h_gain of ``_through_reset``; kind, numbers: the surrogate.
+        g_scale, g_shift: [planes], or [chunks * C] in channels_last, zeros; g_linear: [chunks, G, 2]; g_weights: [chunks, T].
+        need_linear: g_linear is wanted (a PLIF).
+    """
+    tau, rest, threshold, low, high, one, zero = constants
+    keep, rest_gain, h_gain = resets
+    size = gy.size // lengths.size
+    emitted = size if len(slots) == 1 else size // 4
+    corners = 1 if len(slots) == 1 else 4
+    capacity = TILE * 4 // corners
+    steps = 0
+    for g in range(lengths.size):
+        steps += lengths[g]
+    b, h = np.zeros(REGIONS * SPAN, y.dtype), np.zeros(steps * SPAN, y.dtype)
+    for chunk in range(begin, end):
+        limit = min((chunk + 1) * chunk_slots, emitted)
+        for tile in range(chunk * chunk_slots, limit, capacity):
+            stop = min(tile + capacity, limit)
+            n = np.uintp(stop - tile)
+            if v0.size:
+                load(v0, 0, tile, stop, b, V, TILE, None, None, shape, slots, last)
+            else:
+                b[V : V + SPAN] = rest
+            t = 0
+            for g in range(lengths.size):
+                load(y, g * size, tile, stop, b, X, TILE, scale, shift, shape, slots, last)
+                for _ in range(lengths[g]):
+                    for c in range(corners):
+                        at, p = np.uintp(c * TILE), np.uintp(t * SPAN + c * TILE)
+                        _recompute_any(
+                            b, at, n, h, p, mode, tau, rest, threshold, low, high, linear[g, 0], linear[g, 1]
+                        )  # fmt: skip
+                    t += 1
+            load(gv, 0, tile, stop, b, CARRY, TILE, None, None, shape, slots, last)
+            for g in range(lengths.size - 1, -1, -1):
+                beta, gamma = linear[g, 0], linear[g, 1]
+                beta_sum, gamma_sum = zero, zero
+                b[GX : GX + SPAN] = zero
+                if need_linear:
+                    load(y, g * size, tile, stop, b, X, TILE, scale, shift, shape, slots, last)
+                for _ in range(lengths[g]):
+                    t -= 1
+                    w = weights[t] if weights.size else one
+                    start = np.uintp(t // group * emitted + tile)
+                    _to_spikes(go, start, w, b, n, h, np.uintp(t * SPAN), slots, threshold, one, zero)
+                    if weights.size:
+                        g_weights[chunk, t] += _dot(go, start, b, np.uintp(FIRED), n, zero)
+                    if need_linear and t == 0:
+                        b[V : V + SPAN] = rest
+                        if v0.size:
+                            load(v0, 0, tile, stop, b, V, TILE, None, None, shape, slots, last)
+                        b[V : V + SPAN] -= rest
+                    for c in range(corners):
+                        at, p = np.uintp(c * TILE), np.uintp(t * SPAN + c * TILE)
+                        derivative(h, p, threshold, b, np.uintp(SG) + at, n, kind, numbers)
+                        _through_reset(b, at, n, h, p, threshold, keep, rest_gain, h_gain, one)
+                        if need_linear:
+                            if t:
+                                _before(b, at, n, h, np.uintp((t - 1) * SPAN) + at, threshold, low, high, rest)
+                            beta_sum += _dot(b, np.uintp(CARRY) + at, b, np.uintp(V) + at, n, zero)
+                            gamma_sum += _dot(b, np.uintp(CARRY) + at, b, np.uintp(X) + at, n, zero)
+                        _share(b, at, n, beta, gamma)
+                g_linear[chunk, g, 0] += beta_sum
+                g_linear[chunk, g, 1] += gamma_sum
+                if scale.size:
+                    load(y, g * size, tile, stop, b, Y, TILE, None, None, shape, slots, last)
+                    _through_affine(b, tile, stop, shape, slots, last, scale, chunk, g_scale, g_shift, zero)
+                store(b, GX, TILE, gy, g * size, tile, stop, shape, slots, last)
+            if gv0.size:
+                store(b, CARRY, TILE, gv0, 0, tile, stop, shape, slots, last)
+
+
+@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+def backward_parallel(
+    threads, chunks, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, slots, last, shape,
+    chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
+):  # fmt: skip
+    """``backward`` over all chunks on Numba's threads."""
+    for i in prange(threads):
+        backward(
+            chunks * i // threads, chunks * (i + 1) // threads, go, gv, y, scale, shift, v0, lengths, linear, constants, mode,
+            resets, kind, numbers, slots, last, shape, chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear,
+            g_weights, need_linear,
+        )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Numba kernels on as many threads as torch uses, where that is safe; and arrays of tensors, in their own layout."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# The process that started Numba's threads; a forked child must not touch them.
+_STARTED_IN: list[int] = []
+# Below this many neuron steps a second thread costs more than it saves.
+ALONE = 20_000
+
+
+def are_safe() -> bool:
+    """Whether Numba's threads may be used: not by a forked child (OpenMP), nor where Numba has only its own work queue.
+
+    Both would end the process: the one when a forked worker enters, the other when two Python threads do.
+    """
+    from numba.np.ufunc import parallel
+
+    if not _STARTED_IN:
+        parallel._launch_threads()  # type: ignore[no-untyped-call]
+        _STARTED_IN.append(os.getpid())
+    layer = parallel.threading_layer()  # type: ignore[no-untyped-call]
+    return _STARTED_IN[0] == os.getpid() and layer != "workqueue"
+
+
+def share(module: Any, kernel: str, units: int, work: int, *arguments: Any) -> None:
+    """``module.kernel`` over ``units`` pieces that do not depend on each other, nor on how many threads there are.
+
+    Args:
+        work: neuron steps in all, or whatever costs as much.
+    """
+    import numba
+
+    limit: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    threads = min(torch.get_num_threads(), units, limit)
+    if threads > 1 and work >= ALONE and are_safe():
+        numba.set_num_threads(threads)
+        getattr(module, f"{kernel}_parallel")(threads, units, *arguments)
+    else:
+        getattr(module, kernel)(0, units, *arguments)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether frames [..., C, H, W] lie in memory as [..., H, W, C] and not also as they are."""
+    return not x.is_contiguous() and x.movedim(-3, -1).is_contiguous()
+
+
+def flat(x: Tensor | None, last: bool, like: Tensor) -> np.ndarray:
+    """The numbers of frames as they lie in memory, in channels_last or contiguous; a copy where they lie otherwise."""
+    if x is None:
+        return vector(None, like)
+    array: np.ndarray = (x.detach().movedim(-3, -1) if last else x.detach()).contiguous().view(-1).numpy()
+    return array
+
+
+def empty(like: Tensor, shape: list[int], last: bool) -> Tensor:
+    """A new tensor [..., C, H, W], in channels_last or contiguous."""
+    if not last:
+        return like.new_empty(shape)
+    return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]]).movedim(-1, -3)
+
+
+def vector(x: Tensor | None, like: Tensor) -> np.ndarray:
+    """The numbers of a small tensor in the dtype of ``like``; none for None."""
+    array: np.ndarray = (like.new_empty(0) if x is None else x.detach().to(like.dtype)).contiguous().numpy()
+    return array
