@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import date
 
 import torch
@@ -17,19 +18,20 @@ EAGER, FOLDED, COMPILED = "SpikingJelly eager", "SpikingJelly BN folded", "Spiki
 
 
 def configurations(net: nn.Module, x: Tensor, compiled: bool) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {
-        "T separate calls (the paper's baseline)": measure.SeparateCalls(net),
-        EAGER: net,
-        FOLDED: conv_bn_fusion.fuse_conv_bn_eval_modules(net),
-    }
-    if compiled:
-        found[COMPILED] = torch.compile(conv_bn_fusion.fuse_conv_bn_eval_modules(net))
-    for policy in ("preserve", "collapse"):
+    """What is compared, by name. Contiguous weights first, then channels_last, which the host gains from as well."""
+    found: dict[str, nn.Module] = {"T separate calls (the paper's baseline)": measure.SeparateCalls(net)}
+    layouts = {"": net, measure.LAST: copy.deepcopy(net).to(memory_format=torch.channels_last)}
+    for suffix, source in layouts.items():
+        found[EAGER + suffix] = source
+        found[FOLDED + suffix] = conv_bn_fusion.fuse_conv_bn_eval_modules(source)
+        if compiled:
+            found[COMPILED + suffix] = torch.compile(conv_bn_fusion.fuse_conv_bn_eval_modules(source))
+    for policy, suffix in (("preserve", ""), ("preserve", measure.LAST), ("collapse", "")):
         for k in (1, 2, 4, 8):
             if k > x.shape[0] or (policy == "collapse" and k == 1):
                 continue
             if sj_tac.plan(net, policy, k, example_input=x[:, :1]).converted:
-                found[f"sj_tac {policy} k={k}"] = sj_tac.convert(net, policy, k, example_input=x[:, :1])
+                found[f"sj_tac {policy} k={k}{suffix}"] = sj_tac.convert(layouts[suffix], policy, k, example_input=x[:, :1])
     return found
 
 
@@ -46,9 +48,10 @@ def main() -> None:
 
         found = configurations(net, x, options.compile)
         runs = {label: lambda module=module: timed(module) for label, module in found.items()}
-        runs |= {f"bare convolutions k={k}": measure.bare_convolutions(net, x, k) for k in (1, 2, 4, 8) if k <= x.shape[0]}
+        runs |= measure.floors(net, x, (1, 2, 4, 8))
         seconds = measure.interleaved(runs, options.rounds, name)
-        results[name] = measure.rows(seconds, [n for n in (EAGER, FOLDED, COMPILED) if n in found], {})
+        memory = {label: {"peak MB": measure.peak_megabytes(run)} for label, run in runs.items()}
+        results[name] = measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], memory)
         measure.table(f"{name}, input {list(x.shape)}", results[name], console)
     path = options.out or measure.RESULTS / f"inference-cpu-{date.today().isoformat()}.json"
     console.print(f"Written: {measure.save(path, 'inference', results, options.rounds)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -23,6 +25,8 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 RESULTS = Path(__file__).resolve().parent / "results"
+# Ends the name of a configuration whose weights, and so activations, are channels_last.
+LAST = ", channels_last"
 
 
 def machine() -> dict[str, Any]:
@@ -81,11 +85,39 @@ def bare_convolutions(net: nn.Module, x: Tensor, k: int) -> Callable[[], list[Te
         handle.remove()
     functional.reset_net(net)
     first = shapes[0][0]
-    inputs = [
-        (m, torch.rand(-(-s[0] // k) * s[1], *s[2:]).requires_grad_(m is not first and torch.is_grad_enabled()))
-        for m, s in shapes
-    ]
+    inputs = []
+    for m, s in shapes:
+        last = m.weight.is_contiguous(memory_format=torch.channels_last) and not m.weight.is_contiguous()
+        data = torch.rand(-(-s[0] // k) * s[1], *s[2:])
+        data = data.contiguous(memory_format=torch.channels_last) if last else data
+        inputs.append((m, data.requires_grad_(m is not first and torch.is_grad_enabled())))
     return lambda: [m._conv_forward(data, m.weight, m.bias) for m, data in inputs]
+
+
+def floors(net: nn.Module, x: Tensor, ks: tuple[int, ...]) -> dict[str, Callable[[], list[Tensor]]]:
+    """The bare convolutions at every k, in both memory formats."""
+    last = copy.deepcopy(net).to(memory_format=torch.channels_last)
+    fitting = [k for k in ks if k <= x.shape[0]]
+    found = {f"bare convolutions k={k}": bare_convolutions(net, x, k) for k in fitting}
+    return found | {f"bare convolutions k={k}{LAST}": bare_convolutions(last, x, k) for k in fitting}
+
+
+def peak_megabytes(run: Callable[[], Any]) -> float | None:
+    """How much the resident memory of the process rises above what it was during one call; None where /proc cannot say."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def resident(field: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        before = resident("VmRSS")
+        reset.write_text("5")
+        run()
+        return round((resident("VmHWM") - before) / 1024, 1)
+    except (OSError, AttributeError, StopIteration):
+        return None
 
 
 def arguments(description: str, names: list[str]) -> argparse.Namespace:

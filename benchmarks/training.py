@@ -46,22 +46,25 @@ def main() -> None:
     for name in options.net:
         net, x = nets.make(name)
         # Eval mode: BatchNorm frozen and dropout off, for everybody alike.
-        found: dict[str, nn.Module] = {EAGER: net}
-        if options.compile:
-            found[COMPILED] = torch.compile(copy.deepcopy(net))
-        for k in (1, 2, 4):
-            if k <= x.shape[0]:
-                found[f"sj_tac preserve k={k}"] = sj_tac.convert(net, "preserve", k, example_input=x[:, :1])
-        more = {n: {"saved MB": f"{saved_megabytes(m, x):.0f}"} for n, m in found.items() if n != COMPILED}
+        found: dict[str, nn.Module] = {}
+        for suffix in ("", measure.LAST):
+            source = copy.deepcopy(net).to(memory_format=torch.channels_last if suffix else torch.contiguous_format)
+            found[EAGER + suffix] = source
+            if options.compile:
+                found[COMPILED + suffix] = torch.compile(copy.deepcopy(source))
+            for k in (1, 2, 4):
+                if k <= x.shape[0]:
+                    found[f"sj_tac preserve k={k}{suffix}"] = sj_tac.convert(source, "preserve", k, example_input=x[:, :1])
         runs: dict[str, Any] = {label: lambda m=m, x=x: step(m, x) for label, m in found.items()}
-        for k in (1, 2, 4):
-            if k <= x.shape[0]:
-                bare = measure.bare_convolutions(net, x, k)
-                runs[f"bare convolutions k={k}"] = lambda bare=bare: sum(y.sum() for y in bare()).backward()
+        for label, bare in measure.floors(net, x, (1, 2, 4)).items():
+            runs[label] = lambda bare=bare: sum(y.sum() for y in bare()).backward()
         seconds = measure.interleaved(runs, options.rounds, name)
-        blank = {"saved MB": ""}
-        host = [label for label in (EAGER, COMPILED) if label in found]
-        results[name] = measure.rows(seconds, host, {label: more.get(label, blank) for label in runs})
+        more = {}
+        for label, run in runs.items():
+            eager = label in found and not label.startswith(COMPILED)
+            saved = round(saved_megabytes(found[label], x)) if eager else None
+            more[label] = {"saved MB": saved, "peak MB": measure.peak_megabytes(run)}
+        results[name] = measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], more)
         measure.table(f"{name}, input {list(x.shape)}", results[name], console)
     path = options.out or measure.RESULTS / f"training-cpu-{date.today().isoformat()}.json"
     console.print(f"Written: {measure.save(path, 'training', results, options.rounds)}")

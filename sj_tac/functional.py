@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
+from sj_tac.kernels import aggregate as aggregation
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
 from sj_tac.spans import group_lengths
@@ -44,7 +45,13 @@ def decay_weights(beta: float | Tensor, lengths: Sequence[int], normalize: bool 
     return weights
 
 
-def aggregate(x: Tensor, weights: Sequence[float | Tensor] | Tensor, k: int, tail: Sequence[float | Tensor] = ()) -> Tensor:
+def aggregate(
+    x: Tensor,
+    weights: Sequence[float | Tensor] | Tensor,
+    k: int,
+    tail: Sequence[float | Tensor] = (),
+    backend: str = "auto",
+) -> Tensor:
     """``sum_j w_j x_j`` over each group of ``k`` frames: the input of the one convolution that serves them all.
 
     Args:
@@ -52,12 +59,13 @@ def aggregate(x: Tensor, weights: Sequence[float | Tensor] | Tensor, k: int, tai
         weights: ``k`` numbers, or a tensor [k]; gradients flow to it.
         k: frames per group, at least 1.
         tail: weights of the last ``T % k`` frames; by default the last ones of ``weights``, renormalised to the same sum.
+        backend: "auto", or the kernel that must run.
 
     Returns:
-        [ceil(T / k), N, C, H, W], dtype of ``x``; half inputs are summed in float32.
+        [ceil(T / k), N, C, H, W], dtype and memory format of ``x``; half inputs are summed in float32.
 
     Raises:
-        ValueError: no frames, or weights that do not fit ``k`` and T.
+        ValueError: no frames, or weights that do not fit ``k`` and T. BackendError: a named backend that cannot run this.
     """
     chosen = list(weights.unbind() if isinstance(weights, Tensor) else weights)
     steps = x.shape[0] if x.dim() else 0
@@ -71,7 +79,7 @@ def aggregate(x: Tensor, weights: Sequence[float | Tensor] | Tensor, k: int, tai
         tail = [w * scale for w in chosen[-rest:]]
     if len(tail) != rest:
         raise ValueError(f"aggregate got {len(tail)} tail weights, but T={steps} and k={k} leave {rest} frames")
-    return reference.aggregate(x, chosen, tail)
+    return aggregation.RUNNERS[aggregation.choose(backend, x.device)](x, chosen, tail)
 
 
 def expand(y: Tensor, k: int, steps: int) -> Tensor:

@@ -22,6 +22,7 @@ from sj_tac.errors import InputError
 from sj_tac.functional import decay_weights, learned_weights, temporal_sum
 from sj_tac.fusion import Fusion
 from sj_tac.host import layer, neuron
+from sj_tac.kernels import aggregate as aggregation
 from sj_tac.kernels import reference
 from sj_tac.spans import PLAIN, Span, Timeline
 
@@ -164,7 +165,10 @@ class SharedDriveConv2d(layer.Conv2d):
         # The last group alone can differ: fewer frames, or a last frame that stands for fewer steps.
         ragged = groups[-1] != groups[0]
         tail = self.group_weights(groups[-1], x.dtype) if ragged else ()
-        return reference.aggregate(x, self.group_weights(groups[0], x.dtype), tail)
+        # Unfused is the definition, in plain PyTorch.
+        backend = self._tac.fusion.backend if self._tac.fusion is not None else reference.NAME
+        run = aggregation.RUNNERS[aggregation.choose(backend, x.device)]
+        return run(x, self.group_weights(groups[0], x.dtype), tail)
 
     def group_weights(self, lengths: list[int], dtype: torch.dtype) -> Sequence[float | Tensor]:
         """Weights of a group whose frames stand for ``lengths`` steps."""

@@ -45,7 +45,7 @@ def _recompute_any(b, at, n, h, p, mode, tau, rest, threshold, low, high, decay,
 
 @lean()
 def _to_spikes(go, start, w, b, n, h, p, slots, threshold, one, zero):
-    """Gradient of the spikes; a window's goes to the first of its largest, as torch's, which is the first where none fires."""
+    """Gradient of the spikes; a window's goes to the first of its largest, as torch's: the very first where none fires."""
     if len(slots) == 1:
         for i in range(n):
             b[GS + i] = go[start + i] * w
@@ -110,7 +110,7 @@ def _total(a, p, n, zero):
 
 @lean()
 def _through_affine(b, begin, end, shape, slots, last, scale, chunk, g_scale, g_shift, zero):
-    """GX becomes the gradient to y; those to scale and shift are summed, by plane or, in channels_last, by chunk and channel."""
+    """GX becomes the gradient to y; those to scale and shift are summed by plane, or by chunk and channel."""
     run, runs, _, _, _, _, _ = geometry(shape, slots, last)
     place, i, plane, channel = locate(begin, run, runs, shape[1])
     slot = begin
@@ -143,11 +143,12 @@ def backward(
     """Gradients of ``numba_forward.forward``.
 
     Args:
-        begin, end: chunks of ``chunk_slots`` slots. Every sum is taken chunk by chunk, so that it does not depend on how many
-            threads share them.
+        begin, end: chunks of ``chunk_slots`` slots. Every sum is taken chunk by chunk, so that it does not depend on how
+            many threads share them.
         go, gv: gradients of out and v_out; gy, gv0: gradients to y and v0 (empty: not wanted).
         resets: keep, rest_gain and h_gain of ``_through_reset``; kind, numbers: the surrogate.
-        g_scale, g_shift: [planes], or [chunks * C] in channels_last, zeros; g_linear: [chunks, G, 2]; g_weights: [chunks, T].
+        g_scale, g_shift: [planes], or [chunks * C] in channels_last, zeros; g_linear: [chunks, G, 2];
+            g_weights: [chunks, T].
         need_linear: g_linear is wanted (a PLIF).
     """
     tau, rest, threshold, low, high, one, zero = constants
@@ -220,13 +221,13 @@ def backward(
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")
 def backward_parallel(
-    threads, chunks, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, slots, last, shape,
-    chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
+    threads, chunks, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, slots, last,
+    shape, chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
 ):  # fmt: skip
     """``backward`` over all chunks on Numba's threads."""
     for i in prange(threads):
         backward(
-            chunks * i // threads, chunks * (i + 1) // threads, go, gv, y, scale, shift, v0, lengths, linear, constants, mode,
-            resets, kind, numbers, slots, last, shape, chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear,
-            g_weights, need_linear,
+            chunks * i // threads, chunks * (i + 1) // threads, go, gv, y, scale, shift, v0, lengths, linear, constants,
+            mode, resets, kind, numbers, slots, last, shape, chunk_slots, weights, group, gy, gv0, g_scale, g_shift,
+            g_linear, g_weights, need_linear,
         )  # fmt: skip

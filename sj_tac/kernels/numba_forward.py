@@ -1,7 +1,7 @@
 """``fire`` forward by tiles, compiled by Numba: no pool, or MaxPool of 2x2 windows that tile the map; both layouts.
 
-The voltages of a tile stay in the first-level cache while all of its steps run, and a step is one pass over it: charge, fire,
-reset, pool and weighted sum. What is written to memory is the output alone.
+The voltages of a tile stay in the first-level cache while all of its steps run, and a step is one pass over it: charge,
+fire, reset, pool and weighted sum. What is written to memory is the output alone.
 """
 
 from __future__ import annotations

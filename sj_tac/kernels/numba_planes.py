@@ -1,4 +1,4 @@
-"""``fire`` on the CPU for every pool that the tiles do not know, compiled by Numba: a plane of a sample and channel at a time.
+"""``fire`` on the CPU for the pools that the tiles do not know, compiled by Numba: one plane of a sample at a time.
 
 Contiguous layout only. It is slower than the tiles: a step is several passes over the plane.
 """

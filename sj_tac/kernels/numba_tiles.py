@@ -1,8 +1,8 @@
 """Tiles of a frame for Numba: where their neurons lie in memory, contiguous or channels_last, with or without 2x2 pooling.
 
 A *slot* is what a tile counts: one neuron, or, under a 2x2 MaxPool that tiles the map, the four of one window. Slots are
-numbered as the output is laid out, so that a tile of the output is one piece of memory in both layouts. A tile is copied into
-a buffer once a drive, the windows' four corners apart, and everything then runs on the buffer: small enough for the
+numbered as the output is laid out, so that a tile of the output is one piece of memory in both layouts. A tile is copied
+into a buffer once a drive, the windows' four corners apart, and everything then runs on the buffer: small enough for the
 first-level cache, and with all distances known, which is what lets the compiler vectorise.
 """
 
@@ -24,8 +24,9 @@ def geometry(shape, slots, last):
         shape: width, channels and pixels of a frame; slots: NEURONS or WINDOWS; last: channels_last.
 
     Returns:
-        Slots of a run, runs of a line, and in neurons: from line to line, run to run, slot to slot, and from a window's first
-        corner to its right and its lower one. Contiguous, a line is a plane; in channels_last, a run is a pixel's channels.
+        Slots of a run, runs of a line, and in neurons: from line to line, run to run, slot to slot, and from a window's
+        first corner to its right and its lower one. Contiguous, a line is a plane; in channels_last, a run is a
+        pixel's channels.
     """
     width, channels, pixels = shape
     if len(slots) == 1:
@@ -97,7 +98,7 @@ def _write_pairs(source, at, right, out, start, n):
 
 @lean()
 def load(source, offset, begin, end, out, at, gap, scale, shift, shape, slots, last):
-    """Slots ``begin`` to ``end`` of the frame that starts at ``offset``, into ``out`` from ``at`` on, corners ``gap`` apart."""
+    """Slots ``begin`` to ``end`` of the frame at ``offset``, into ``out`` from ``at`` on, the corners ``gap`` apart."""
     run, runs, to_line, to_run, to_slot, right, below = geometry(shape, slots, last)
     place, i, line, channel = locate(begin, run, runs, shape[1])
     slot = begin

@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.threads import empty, flat, is_channels_last, share, vector
-
-# Calls that really ran, by kernel name; what a report says about kernels is read off these.
-RUNS: dict[str, int] = {"numba": 0}
+from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
 
 
 def pooled_size(height: int, width: int, pool: int, window: Sequence[int]) -> tuple[int, int]:
@@ -105,9 +102,9 @@ def fire(
         from sj_tac.kernels import numba_forward, numba_tiles
 
         share(
-            numba_forward, "forward", out.numel() // out.shape[0], work, flat(y, last, y), *affine, flat(v0, last, y), *shared,
-            numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last, (y.shape[4], y.shape[2], y.shape[3] * y.shape[4]),
-            ws, group, flat(out, last, y), flat(v, last, y),
+            numba_forward, "forward", out.numel() // out.shape[0], work, flat(y, last, y), *affine, flat(v0, last, y),
+            *shared, numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last,
+            (y.shape[4], y.shape[2], y.shape[3] * y.shape[4]), ws, group, flat(out, last, y), flat(v, last, y),
         )  # fmt: skip
     else:
         from sj_tac.kernels import numba_planes
@@ -118,7 +115,7 @@ def fire(
             constants[0].dtype.type(window[0] * window[1]), pool, tuple(window), (y.shape[4], out.shape[4]), ws, group,
             _planes(out, planes), _planes(v, planes),
         )  # fmt: skip
-    RUNS["numba"] += 1
+    RUNS["fire", "numba"] += 1
     return out, v
 
 
@@ -208,10 +205,10 @@ def fire_backward(
 
         share(
             numba_planes, "backward", chunks, work, _planes(go, chunks), _planes(gv, chunks), _planes(y, chunks), *affine,
-            _planes(v0, chunks, y), *shared, kind(window[0] * window[1]), pool, tuple(window), (width, go.shape[4]), ws, group,
-            _planes(gy, chunks), _planes(None if v0 is None else gv0, chunks, y), *partial,
+            _planes(v0, chunks, y), *shared, kind(window[0] * window[1]), pool, tuple(window), (width, go.shape[4]), ws,
+            group, _planes(gy, chunks), _planes(None if v0 is None else gv0, chunks, y), *partial,
         )  # fmt: skip
-    RUNS["numba"] += 1
+    RUNS["fire", "numba"] += 1
     by_channel = sums.view(2, -1, c).sum(1)
     none = y.new_empty(0)
     return (

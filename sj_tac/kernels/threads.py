@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+# Calls that really ran, by operator and kernel; what a report says about kernels is read off these.
+RUNS: Counter[tuple[str, str]] = Counter()
 # The process that started Numba's threads; a forked child must not touch them.
 _STARTED_IN: list[int] = []
 # Below this many neuron steps a second thread costs more than it saves.

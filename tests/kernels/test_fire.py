@@ -85,9 +85,9 @@ def test_numba_is_the_reference(case):
         emitted = groups if case["merge"] else case["steps"]
         options |= {"weights": torch.rand(emitted).to(wide), "group": case["group"]}
     expected = run("reference", y, spiking, case["k"], options)
-    before = ops.RUNS["numba"]
+    before = ops.RUNS["fire", "numba"]
     got = run("numba", y, spiking, case["k"], options)
-    assert ops.RUNS["numba"] == before + 2  # forward and backward: the kernel really ran
+    assert ops.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
     assert got[0].dtype == case["dtype"]
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
@@ -101,6 +101,34 @@ def test_numba_is_the_reference(case):
             # where it is held to 1e-10, shows that the terms are the right ones.
             scale = torch.maximum(scale, terms / 10)
         assert ((got[2][name] - gradient).abs().max() / scale) < tolerance, name
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40, 4, 4)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2)])
+def test_many_tiles_in_both_layouts(shape, layout, pool):
+    """Maps of many tiles, tiles of many maps, rows and channels longer than a tile; the output has the layout of y."""
+    torch.manual_seed(0)
+    y = torch.randn(3 * shape[0], *shape[1:]).contiguous(memory_format=layout).unflatten(0, (3, shape[0]))
+    channels = shape[1]
+    options = {"steps": 8, "v": torch.randn(shape).mul(0.2), "pool": pool, "weights": torch.rand(8), "group": 3}
+    options |= {"scale": torch.rand(channels).add(0.5), "shift": torch.randn(channels).mul(0.3)}
+    spiking = node("plif", v_threshold=0.4)
+    expected, got = run("reference", y, spiking, 3, options), run("numba", y, spiking, 3, options)
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
+    assert got[1].is_contiguous(memory_format=layout)
+    terms = expected[2]["y"].abs().sum()
+    for name, gradient in expected[2].items():
+        scale = gradient.abs().max() if name in ("y", "v") else torch.maximum(gradient.abs().max(), terms / 10)
+        assert ((got[2][name] - gradient).abs().max() / scale) < 1e-5, name
+    torch.set_num_threads(1)
+    try:
+        alone = run("numba", y, spiking, 3, options)
+    finally:
+        torch.set_num_threads(2)
+    assert all(torch.equal(alone[2][name], got[2][name]) for name in got[2])
 
 
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
@@ -172,9 +200,9 @@ def test_gradcheck_where_the_map_is_differentiable():
 def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
     y = torch.randn(2, 1, 2, 6, 6)
     rect = node("lif", surrogate_function=surrogate.Rect(), v_threshold=0.3)
-    before = ops.RUNS["numba"]
+    before = ops.RUNS["fire", "numba"]
     assert torch.equal(fire(y, rect)[0], rect(y))
-    assert ops.RUNS["numba"] == before
+    assert ops.RUNS["fire", "numba"] == before
     with pytest.raises(BackendError, match=r"no derivative of surrogate Rect, only of Sigmoid, ATan.*backend=\"auto\""):
         fire(y, rect, backend="numba")
     with pytest.raises(BackendError, match="does not pool with this MaxPool2d's options"):

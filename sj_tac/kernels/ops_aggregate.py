@@ -1,0 +1,83 @@
+"""``sj_tac::aggregate`` and its backward as torch operators: fake kernels and autograd here, the CPU kernels from Numba.
+
+Numba is imported, and compiles, when an operator first runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
+
+
+def _like(x: Tensor, frames: int) -> Tensor:
+    """Memory for ``frames`` frames in the memory format of x."""
+    return empty(x, [frames, *x.shape[1:]], x.dim() > 3 and is_channels_last(x))
+
+
+def _rows(x: Tensor, like: Tensor) -> Any:
+    """[T, ...] as an array [T, M] in the memory format of ``like``."""
+    last = like.dim() > 3 and is_channels_last(like)
+    return flat(x, last, like).reshape(x.shape[0], -1)
+
+
+@torch.library.custom_op("sj_tac::aggregate", mutates_args=(), device_types="cpu")
+def aggregate(x: Tensor, weights: Tensor, group: int) -> Tensor:
+    """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], both float32 or float64."""
+    from sj_tac.kernels import numba_aggregate
+
+    out = _like(x, -(-x.shape[0] // group))
+    rows = _rows(x, x)
+    pieces = -(-rows.shape[1] // numba_aggregate.PIECE)
+    share(numba_aggregate, "forward", pieces, x.numel(), rows, vector(weights, x), group, _rows(out, x))
+    RUNS["aggregate", "numba"] += 1
+    return out
+
+
+@aggregate.register_fake
+def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
+    return _like(x, -(-x.shape[0] // group))
+
+
+@torch.library.custom_op("sj_tac::aggregate_backward", mutates_args=(), device_types="cpu")
+def aggregate_backward(
+    go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients to x and weights; empty where not needed."""
+    from sj_tac.kernels import numba_aggregate
+
+    frames, size = x.shape[0], x.numel() // x.shape[0]
+    pieces = -(-size // numba_aggregate.PIECE)
+    gx = _like(x, frames) if need_x else x.new_empty(0)
+    # A weight's gradient is summed piece by piece, so that it does not depend on how many threads share the pieces.
+    partial = x.new_zeros(pieces if need_weights else 0, frames)
+    share(
+        numba_aggregate, "backward", pieces, 2 * x.numel(), _rows(go, x), _rows(x, x), vector(weights, x), group,
+        _rows(gx, x) if need_x else x.new_empty(frames, 0).numpy(), partial.numpy(), vector(x.new_zeros(1), x)[0],
+    )  # fmt: skip
+    RUNS["aggregate", "numba"] += 1
+    return gx, partial.sum(0) if need_weights else x.new_empty(0)
+
+
+@aggregate_backward.register_fake
+def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
+    gx = _like(x, x.shape[0]) if need_x else x.new_empty(0)
+    return gx, x.new_empty(x.shape[0] if need_weights else 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.group = inputs[2]
+
+
+def _backward(ctx: Any, go: Tensor) -> tuple[Any, ...]:
+    x, weights = ctx.saved_tensors
+    need_x, need_weights = ctx.needs_input_grad[:2]
+    gx, g_weights = aggregate_backward(go, x, weights, ctx.group, need_x, need_weights)
+    return gx if need_x else None, g_weights if need_weights else None, None
+
+
+aggregate.register_autograd(_backward, setup_context=_setup)
