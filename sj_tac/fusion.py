@@ -7,7 +7,7 @@ consumer is another fused chain, the weighted sum for that chain's groups. Spike
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Fusion:
     arriving: bool = False
     steps: int = 0
     ran: str = ""
+    _constants: dict[tuple[Any, ...], tuple[Tensor | None, int]] = field(default_factory=dict, repr=False)
 
     def modules(self) -> list[Any]:
         return [m for m in (self.conv, self.norm, self.node, self.pool) if m is not None]
@@ -114,11 +115,29 @@ class Fusion:
     def weights(self, dtype: torch.dtype) -> tuple[Tensor | None, int]:
         """What ``fire`` sums: the next chain's groups, the mean of a frame's steps, or nothing (frames)."""
         wide = reference.accumulation_dtype(dtype)
-        per_frame = self.conv._tac.out.inner_steps(self.steps)
-        groups, values = [[n] for n in per_frame], [[1.0] for _ in per_frame]
         chain = self.receiver()
+        key: tuple[Any, ...] = (self.steps, self.conv._tac.out, wide, self.conv.weight.device)
         if chain is not None:
             chain.arriving, chain.steps = True, self.steps
+            place = chain.conv._tac
+            beta = host.decay(place.node, wide)
+            if place.weights == "learned" or isinstance(beta, Tensor) or torch.compiler.is_compiling():
+                return self._sums(chain, wide)
+            key += (place.k, place.weights, place.normalize, place.span, beta)
+        elif torch.compiler.is_compiling():
+            return self._sums(None, wide)
+        if key not in self._constants:
+            # Made once: on a GPU a copy from the host in every call would wait for it, and not go into a CUDA graph.
+            self._constants.clear()
+            with torch.inference_mode(False):
+                self._constants[key] = self._sums(chain, wide)
+        return self._constants[key]
+
+    def _sums(self, chain: Fusion | None, wide: torch.dtype) -> tuple[Tensor | None, int]:
+        """One weight for each step, and how many steps are summed."""
+        per_frame = self.conv._tac.out.inner_steps(self.steps)
+        groups, values = [[n] for n in per_frame], [[1.0] for _ in per_frame]
+        if chain is not None:
             groups = chain.conv._tac.groups(self.steps)
             values = [[1.0] if len(g) == 1 else list(chain.conv.group_weights(g, wide)) for g in groups]
         if sum(groups[0]) == 1:

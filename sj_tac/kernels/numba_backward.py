@@ -20,41 +20,42 @@ REGIONS = 8
 
 
 @lean()
-def _recompute(b, at, n, h, p, mode, tau, rest, threshold, low, high, decay, gain):
-    """Charged voltages of ``n`` neurons into ``h`` from ``p`` on, and the reset."""
+def _recompute(b, n, h, t, mode, tau, rest, threshold, low, high, decay, gain):
+    """Charged voltages of step ``t`` into h[t], and the reset."""
     for i in range(n):
-        h[p + i] = charged(b[X + at + i], b[V + at + i], mode, tau, rest, decay, gain)
-        b[V + at + i] = after(h[p + i], threshold, low, high)
+        voltage = charged(b[X + i], b[V + i], mode, tau, rest, decay, gain)
+        h[t, i] = voltage
+        b[V + i] = after(voltage, threshold, low, high)
 
 
 @lean()
-def _recompute_any(b, at, n, h, p, mode, tau, rest, threshold, low, high, decay, gain):
+def _recompute_any(b, n, h, t, mode, tau, rest, threshold, low, high, decay, gain):
     if mode == 0:
-        _recompute(b, at, n, h, p, M0, tau, rest, threshold, low, high, decay, gain)
+        _recompute(b, n, h, t, M0, tau, rest, threshold, low, high, decay, gain)
     elif mode == 1:
-        _recompute(b, at, n, h, p, M1, tau, rest, threshold, low, high, decay, gain)
+        _recompute(b, n, h, t, M1, tau, rest, threshold, low, high, decay, gain)
     elif mode == 2:
-        _recompute(b, at, n, h, p, M2, tau, rest, threshold, low, high, decay, gain)
+        _recompute(b, n, h, t, M2, tau, rest, threshold, low, high, decay, gain)
     elif mode == 3:
-        _recompute(b, at, n, h, p, M3, tau, rest, threshold, low, high, decay, gain)
+        _recompute(b, n, h, t, M3, tau, rest, threshold, low, high, decay, gain)
     elif mode == 4:
-        _recompute(b, at, n, h, p, M4, tau, rest, threshold, low, high, decay, gain)
+        _recompute(b, n, h, t, M4, tau, rest, threshold, low, high, decay, gain)
     else:
-        _recompute(b, at, n, h, p, M5, tau, rest, threshold, low, high, decay, gain)
+        _recompute(b, n, h, t, M5, tau, rest, threshold, low, high, decay, gain)
 
 
 @lean()
-def _to_spikes(go, start, w, b, n, h, p, slots, threshold, one, zero):
+def _to_spikes(go, start, w, b, n, h, t, slots, threshold, one, zero):
     """Gradient of the spikes; a window's goes to the first of its largest, as torch's: the very first where none fires."""
     if len(slots) == 1:
         for i in range(n):
-            b[GS + i] = go[start + i] * w
-            b[FIRED + i] = one if h[p + i] >= threshold else zero
+            b[GS + i] = go[start + np.uintp(i)] * w
+            b[FIRED + i] = one if h[t, i] >= threshold else zero
     else:
         for i in range(n):
-            g = go[start + i] * w
-            f0, f1 = h[p + i] >= threshold, h[p + TILE + i] >= threshold
-            f2, f3 = h[p + 2 * TILE + i] >= threshold, h[p + 3 * TILE + i] >= threshold
+            g = go[start + np.uintp(i)] * w
+            f0, f1 = h[t, i] >= threshold, h[t, TILE + i] >= threshold
+            f2, f3 = h[t, 2 * TILE + i] >= threshold, h[t, 3 * TILE + i] >= threshold
             fired = f0 | f1 | f2 | f3
             b[GS + i] = g if f0 | (not fired) else zero
             b[GS + TILE + i] = g if f1 & (not f0) else zero
@@ -64,31 +65,31 @@ def _to_spikes(go, start, w, b, n, h, p, slots, threshold, one, zero):
 
 
 @lean()
-def _through_reset(b, at, n, h, p, threshold, keep, rest_gain, h_gain, one):
+def _through_reset(b, n, h, t, threshold, keep, rest_gain, h_gain, one):
     """Gradient to h into CARRY: of its spike, and of the voltage behind the reset, which CARRY brings.
 
     d v / d h is ``keep`` where it fired (0 for a hard reset), else 1; with the reset in the graph, plus d v / d s times the
     surrogate: ``rest_gain + h_gain h``, which is r - h for a hard reset and -v_threshold for a soft one.
     """
     for i in range(n):
-        voltage, slope = h[p + i], b[SG + at + i]
+        voltage, slope = h[t, i], b[SG + i]
         kept = (keep if voltage >= threshold else one) + (rest_gain + h_gain * voltage) * slope
-        b[CARRY + at + i] = b[GS + at + i] * slope + b[CARRY + at + i] * kept
+        b[CARRY + i] = b[GS + i] * slope + b[CARRY + i] * kept
 
 
 @lean()
-def _share(b, at, n, beta, gamma):
+def _share(b, n, beta, gamma):
     """What a step hands to its drive, and back to the step before."""
     for i in range(n):
-        b[GX + at + i] += b[CARRY + at + i] * gamma
-        b[CARRY + at + i] *= beta
+        b[GX + i] += b[CARRY + i] * gamma
+        b[CARRY + i] *= beta
 
 
 @lean()
-def _before(b, at, n, h, p, threshold, low, high, rest):
-    """v - r before a step, from the charged voltages of the step before it, into V."""
+def _before(b, n, h, t, threshold, low, high, rest):
+    """v - r behind step ``t``, from its charged voltages, into V."""
     for i in range(n):
-        b[V + at + i] = after(h[p + i], threshold, low, high) - rest
+        b[V + i] = after(h[t, i], threshold, low, high) - rest
 
 
 # Sums may be taken in the order that vectorises; it is the same order every time.
@@ -160,12 +161,16 @@ def backward(
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
-    b, h = np.zeros(REGIONS * SPAN, y.dtype), np.zeros(steps * SPAN, y.dtype)
+    b, h = np.zeros(REGIONS * SPAN, y.dtype), np.zeros((steps, SPAN), y.dtype)
     for chunk in range(begin, end):
         limit = min((chunk + 1) * chunk_slots, emitted)
         for tile in range(chunk * chunk_slots, limit, capacity):
             stop = min(tile + capacity, limit)
-            n = np.uintp(stop - tile)
+            n = stop - tile
+            # All corners in one loop: of a tile that is not full, over the gaps between them, which are cleared.
+            full = (corners - 1) * TILE + n
+            if n < capacity:
+                b[:] = zero
             if v0.size:
                 load(v0, 0, tile, stop, b, V, TILE, None, None, shape, slots, last)
             else:
@@ -174,11 +179,7 @@ def backward(
             for g in range(lengths.size):
                 load(y, g * size, tile, stop, b, X, TILE, scale, shift, shape, slots, last)
                 for _ in range(lengths[g]):
-                    for c in range(corners):
-                        at, p = np.uintp(c * TILE), np.uintp(t * SPAN + c * TILE)
-                        _recompute_any(
-                            b, at, n, h, p, mode, tau, rest, threshold, low, high, linear[g, 0], linear[g, 1]
-                        )  # fmt: skip
+                    _recompute_any(b, full, h, t, mode, tau, rest, threshold, low, high, linear[g, 0], linear[g, 1])
                     t += 1
             load(gv, 0, tile, stop, b, CARRY, TILE, None, None, shape, slots, last)
             for g in range(lengths.size - 1, -1, -1):
@@ -191,24 +192,24 @@ def backward(
                     t -= 1
                     w = weights[t] if weights.size else one
                     start = np.uintp(t // group * emitted + tile)
-                    _to_spikes(go, start, w, b, n, h, np.uintp(t * SPAN), slots, threshold, one, zero)
+                    _to_spikes(go, start, w, b, n, h, t, slots, threshold, one, zero)
                     if weights.size:
-                        g_weights[chunk, t] += _dot(go, start, b, np.uintp(FIRED), n, zero)
-                    if need_linear and t == 0:
-                        b[V : V + SPAN] = rest
-                        if v0.size:
-                            load(v0, 0, tile, stop, b, V, TILE, None, None, shape, slots, last)
-                        b[V : V + SPAN] -= rest
-                    for c in range(corners):
-                        at, p = np.uintp(c * TILE), np.uintp(t * SPAN + c * TILE)
-                        derivative(h, p, threshold, b, np.uintp(SG) + at, n, kind, numbers)
-                        _through_reset(b, at, n, h, p, threshold, keep, rest_gain, h_gain, one)
-                        if need_linear:
-                            if t:
-                                _before(b, at, n, h, np.uintp((t - 1) * SPAN) + at, threshold, low, high, rest)
-                            beta_sum += _dot(b, np.uintp(CARRY) + at, b, np.uintp(V) + at, n, zero)
-                            gamma_sum += _dot(b, np.uintp(CARRY) + at, b, np.uintp(X) + at, n, zero)
-                        _share(b, at, n, beta, gamma)
+                        g_weights[chunk, t] += _dot(go, start, b, np.uintp(FIRED), np.uintp(n), zero)
+                    derivative(h, t, threshold, b, np.uintp(SG), np.uintp(full), kind, numbers)
+                    _through_reset(b, full, h, t, threshold, keep, rest_gain, h_gain, one)
+                    if need_linear:
+                        if t:
+                            _before(b, full, h, t - 1, threshold, low, high, rest)
+                        else:
+                            b[V : V + SPAN] = rest
+                            if v0.size:
+                                load(v0, 0, tile, stop, b, V, TILE, None, None, shape, slots, last)
+                            b[V : V + SPAN] -= rest
+                        for c in range(corners):
+                            at, m = np.uintp(c * TILE), np.uintp(n)
+                            beta_sum += _dot(b, np.uintp(CARRY) + at, b, np.uintp(V) + at, m, zero)
+                            gamma_sum += _dot(b, np.uintp(CARRY) + at, b, np.uintp(X) + at, m, zero)
+                    _share(b, full, beta, gamma)
                 g_linear[chunk, g, 0] += beta_sum
                 g_linear[chunk, g, 1] += gamma_sum
                 if scale.size:

@@ -199,7 +199,7 @@ def backward(
                 if weights.size:
                     g_weights[p, t] = dot(row, pooled, zero)
                 unpool_plane(gp, s, gs, pool, width, window, out_width, area)
-                derivative(h, 0, threshold, sg, 0, size, kind, numbers)
+                derivative(charged_at, t, threshold, sg, np.uintp(0), np.uintp(size), kind, numbers)
                 for i in range(size):
                     kept = (keep if h[i] >= threshold else one) + (rest_gain + h_gain * h[i]) * sg[i]
                     carry[i] = gs[i] * sg[i] + carry[i] * kept

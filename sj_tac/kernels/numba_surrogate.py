@@ -34,32 +34,33 @@ def constants(alpha: float, dtype: type) -> tuple[np.floating, ...]:
 
 
 @lean()
-def derivative(h, p, threshold, out, q, n, kind, numbers):
-    """d spike / d h at ``h - threshold`` of ``n`` voltages from ``p`` on, into ``out`` from ``q`` on; see ``constants``."""
+def derivative(h, t, threshold, out, q, n, kind, numbers):
+    """d spike / d h at ``h - threshold`` of the first ``n`` voltages h[t], into ``out`` from ``q`` on."""
+    # ``numbers`` from ``constants``; n and q are unsigned, see numba_tiles.
     alpha, half, angle, square, inverse, soft, erf, one, zero = numbers
     if kind == SIGMOID:
         for i in range(n):
-            s = one / (one + np.exp(-alpha * (h[p + i] - threshold)))
+            s = one / (one + np.exp(-alpha * (h[t, i] - threshold)))
             out[q + i] = (one - s) * s * alpha
     elif kind == ATAN:
         for i in range(n):
-            z = (h[p + i] - threshold) * angle
+            z = (h[t, i] - threshold) * angle
             out[q + i] = half / (one + z * z)
     elif kind == PIECEWISE_QUADRATIC:
         for i in range(n):
-            out[q + i] = max(alpha - square * abs(h[p + i] - threshold), zero)
+            out[q + i] = max(alpha - square * abs(h[t, i] - threshold), zero)
     elif kind == PIECEWISE_EXP:
         for i in range(n):
-            out[q + i] = half * np.exp(-alpha * abs(h[p + i] - threshold))
+            out[q + i] = half * np.exp(-alpha * abs(h[t, i] - threshold))
     elif kind == SOFT_SIGN:
         for i in range(n):
-            z = inverse + abs(h[p + i] - threshold)
+            z = inverse + abs(h[t, i] - threshold)
             out[q + i] = soft / (z * z)
     elif kind == SUPER_SPIKE:
         for i in range(n):
-            z = one + abs(h[p + i] - threshold)
+            z = one + abs(h[t, i] - threshold)
             out[q + i] = alpha / (z * z)
     else:
         for i in range(n):
-            z = alpha * (h[p + i] - threshold)
+            z = alpha * (h[t, i] - threshold)
             out[q + i] = erf * np.exp(-z * z)
