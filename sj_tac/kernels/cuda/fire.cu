@@ -1,0 +1,75 @@
+// fire, forward: one thread runs all steps of its slots, from the drives to the next layer's weighted sums.
+//
+// With MASKS, for pools other than 2x2, the spikes of a neuron leave as bits, 32 steps a word, and pool.cu goes on from there.
+
+extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
+    const io* __restrict__ y, const float* __restrict__ scale, const float* __restrict__ shift, const float* __restrict__ v0,
+    const float* __restrict__ linear, const float* __restrict__ rate, const float* __restrict__ weights,
+    void* __restrict__ output, float* __restrict__ v_out, Call call) {
+    position slot = ((position)blockIdx.x * BLOCK + threadIdx.x) * WIDTH_V;
+    if (slot >= call.frame / CORNERS) return;
+    const Place place = locate(slot, call);
+    const Affine affine(scale, shift, place.channel);
+    const float tau = rate ? *rate : call.tau;
+    float v[NEURONS], x[NEURONS];
+    if (v0) {
+        load(v0, place.first, call, v);
+    } else {
+#pragma unroll
+        for (int n = 0; n < NEURONS; n++) v[n] = call.rest;
+    }
+#if MASKS
+    unsigned int bits[WIDTH_V] = {};
+#else
+    float sums[WIDTH_V] = {};
+    int summed = 0;
+    io* out = (io*)output + slot;
+#endif
+    int t = 0;
+    for (int g = 0; g < call.groups; g++) {
+        load(y + g * (position)call.frame, place.first, call, x);
+        affine.apply(x);
+#if MODE == 5
+        const float decay = linear[2 * g], gain = linear[2 * g + 1];
+#else
+        const float decay = call.decay, gain = call.gain;
+#endif
+        const int length = steps_on(g, call);
+#pragma unroll
+        for (int j = 0; j < K; j++) {
+            if (j < length) {
+                bool fired[WIDTH_V] = {};
+#pragma unroll
+                for (int n = 0; n < NEURONS; n++) {
+                    const float h = charged(x[n], v[n], tau, call.rest, decay, gain);
+                    fired[n % WIDTH_V] |= h >= call.threshold;
+                    v[n] = after(h, call.threshold, call.rest);
+                }
+#if MASKS
+#pragma unroll
+                for (int i = 0; i < WIDTH_V; i++) {
+                    bits[i] |= (fired[i] ? 1u : 0u) << (t % 32);
+                    if (t % 32 == 31 || t == call.steps - 1) {
+                        ((unsigned int*)output)[t / 32 * (position)call.frame + place.first + i] = bits[i];
+                        bits[i] = 0;
+                    }
+                }
+#else
+                const float w = GROUP ? weights[t] : 1.0f;
+#pragma unroll
+                for (int i = 0; i < WIDTH_V; i++) sums[i] = (summed ? sums[i] : 0.0f) + (fired[i] ? w : 0.0f);
+                if (++summed == (GROUP ? GROUP : 1) || t == call.steps - 1) {
+                    Pack<io, WIDTH_V> pack;
+#pragma unroll
+                    for (int i = 0; i < WIDTH_V; i++) put(pack.x[i], sums[i]);
+                    *(Pack<io, WIDTH_V>*)out = pack;
+                    out += call.emitted;
+                    summed = 0;
+                }
+#endif
+                t++;
+            }
+        }
+    }
+    store(v_out, place.first, call, v);
+}
