@@ -12,6 +12,7 @@ from rewrites.timeaxis import Layout
 from sj_tac import host
 from sj_tac.fusion import Fusion
 from sj_tac.kernels import fire as kernels
+from sj_tac.kernels import registry
 from sj_tac.operators import Swap
 from sj_tac.report import Refusal
 from sj_tac.swapped import FiringPlace, Place
@@ -89,8 +90,11 @@ def fuse(
             # The mean is taken at a MaxPool further on: this chain stays as it is.
             layout.unfused[name] = "its MaxPool does not follow the neuron directly"
             continue
-        device = next(conv.parameters()).device
-        kernel, problem = kernels.choose(backend, node, pool, device if device.type != "meta" else None)
+        weight = next(conv.parameters())
+        # A net that is to run on the GPU may be converted before it is moved there.
+        elsewhere = weight.device.type == "meta" or (backend == registry.CUPY and weight.device.type == "cpu")
+        device = None if elsewhere else weight.device
+        kernel, problem = kernels.choose(backend, node, pool, device, weight.dtype)
         layout.kernels[name], layout.unfused[name] = kernel, problem
         fusions[name] = Fusion(drive.timeline, conv, norm, node, pool, backend=backend)
         if pool is not None and pool not in places:

@@ -79,7 +79,7 @@ def aggregate(
         tail = [w * scale for w in chosen[-rest:]]
     if len(tail) != rest:
         raise ValueError(f"aggregate got {len(tail)} tail weights, but T={steps} and k={k} leave {rest} frames")
-    return aggregation.RUNNERS[aggregation.choose(backend, x.device)](x, chosen, tail)
+    return aggregation.RUNNERS[aggregation.choose(backend, x.device, x.dtype)](x, chosen, tail)
 
 
 def expand(y: Tensor, k: int, steps: int) -> Tensor:
@@ -152,11 +152,9 @@ def fire(
         raise ValueError(
             f"fire got weights {list(weights.shape)} in groups of {group} for {emitted} steps; one weight a step"
         )
-    kernel, _ = kernels.choose(backend, node, pool, y.device)
+    kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
     wide = reference.accumulation_dtype(y.dtype)
-    linear = merged_steps(node, lengths, normalize, wide) if merge else None
-    tensors = [None if x is None else x.to(wide) for x in (v, scale, shift, weights)]
-    out, last = kernels.RUNNERS[kernel](
-        y.to(wide), node, tensors[0], lengths, linear, tensors[1], tensors[2], pool, tensors[3], group
-    )
-    return out.to(y.dtype), last
+    linear = merged_steps(node, lengths, normalize, wide).to(y.device) if merge else None
+    v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))
+    result: tuple[Tensor, Tensor] = kernels.RUNNERS[kernel](y, node, v, lengths, linear, scale, shift, pool, weights, group)
+    return result

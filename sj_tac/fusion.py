@@ -97,7 +97,7 @@ class Fusion:
             scale, shift = host.affine(self.norm)
         weights, group = self.weights(y.dtype)
         v = None if host.is_at_rest(node) else host.take_state(node, y)
-        self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device)
+        self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device, y.dtype)
         out, v = fire(
             y, node, max(lengths), steps=sum(lengths), v=v, scale=scale, shift=shift, pool=self.pool,
             weights=weights, group=group, merge=merge, normalize=place.normalize, backend=self.ran,

@@ -167,7 +167,7 @@ class SharedDriveConv2d(layer.Conv2d):
         tail = self.group_weights(groups[-1], x.dtype) if ragged else ()
         # Unfused is the definition, in plain PyTorch.
         backend = self._tac.fusion.backend if self._tac.fusion is not None else reference.NAME
-        run = aggregation.RUNNERS[aggregation.choose(backend, x.device)]
+        run = aggregation.RUNNERS[aggregation.choose(backend, x.device, x.dtype)]
         return run(x, self.group_weights(groups[0], x.dtype), tail)
 
     def group_weights(self, lengths: list[int], dtype: torch.dtype) -> Sequence[float | Tensor]:

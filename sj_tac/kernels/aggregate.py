@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,30 +14,51 @@ from sj_tac.kernels import reference, registry
 run_reference = reference.aggregate
 
 
-def choose(backend: str, device: torch.device) -> str:
+def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel that runs. Raises BackendError where a named one cannot."""
     if registry.choose(backend) == reference.NAME:
         return reference.NAME
-    if device.type == "cpu":
-        return registry.NUMBA
-    if backend == registry.NUMBA:
-        raise BackendError(f"backend='numba': the numba kernel runs on the CPU, not on {device}; use backend=\"auto\"")
-    return reference.NAME
+    kernel, problem = registry.fastest(backend, device, dtype)
+    if problem and backend != "auto":
+        raise BackendError(f"backend={backend!r}: {problem}; use backend=\"auto\", which falls back to 'reference'")
+    return reference.NAME if problem else kernel
+
+
+def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor]) -> tuple[Tensor, int]:
+    """One weight for each frame, [T], and how many are summed."""
+    wide = reference.accumulation_dtype(frames.dtype)
+    flat = [*weights] * ((frames.shape[0] - len(tail)) // len(weights)) + [*tail]
+    group = len(weights) if frames.shape[0] > len(tail) else len(tail)
+    if any(isinstance(w, Tensor) for w in flat):
+        return torch.stack([torch.as_tensor(w, dtype=wide, device=frames.device) for w in flat]), group
+    numbers = tuple(float(w) for w in flat)
+    if torch.compiler.is_compiling():
+        return torch.tensor(numbers, dtype=wide, device=frames.device), group
+    return _constant(numbers, wide, frames.device), group
+
+
+@lru_cache(maxsize=256)
+def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made once: on a GPU a copy from the host in every call would wait for it, and not go into a CUDA graph."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
     """The compiled kernel, through the torch operator ``sj_tac::aggregate``. Arguments as ``reference.aggregate``."""
     from sj_tac.kernels import ops_aggregate
 
-    wide = reference.accumulation_dtype(frames.dtype)
-    flat = [*weights] * ((frames.shape[0] - len(tail)) // len(weights)) + [*tail]
-    if any(isinstance(w, Tensor) for w in flat):
-        chosen = torch.stack([torch.as_tensor(w, dtype=wide) for w in flat])
-    else:
-        chosen = torch.tensor(flat, dtype=wide)
-    group = len(weights) if frames.shape[0] > len(tail) else len(tail)
-    summed: Tensor = ops_aggregate.aggregate(frames.to(wide), chosen, group)
+    chosen, group = _flat(frames, weights, tail)
+    summed: Tensor = ops_aggregate.aggregate(frames.to(chosen.dtype), chosen, group)
     return summed.to(frames.dtype)
 
 
-RUNNERS = {reference.NAME: run_reference, registry.NUMBA: run_numba}
+def run_cupy(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
+    """The CUDA kernel, which reads and writes half itself."""
+    from sj_tac.kernels import ops_aggregate
+
+    summed: Tensor = ops_aggregate.aggregate(frames, *_flat(frames, weights, tail))
+    return summed
+
+
+RUNNERS = {reference.NAME: run_reference, registry.NUMBA: run_numba, registry.CUPY: run_cupy}

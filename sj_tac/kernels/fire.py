@@ -14,27 +14,32 @@ from sj_tac.errors import BackendError
 from sj_tac.kernels import reference, registry
 
 
-def numba_problem(node: nn.Module, pool: nn.Module | None, device: torch.device | None) -> str:
-    """Why the Numba kernel cannot run this neuron and pool on this device; empty where it can."""
-    if device is not None and device.type != "cpu":
-        return f"the numba kernel runs on the CPU, not on {device}"
+def kernel_problem(node: nn.Module, pool: nn.Module | None) -> str:
+    """Why no compiled kernel can run this neuron and pool; empty where they can."""
     if host.fused_surrogate(node) is None:
         names = ", ".join(t.__name__ for t in host.FUSED_SURROGATES)
         found = type(node.surrogate_function).__name__
-        return f"the numba kernel has no derivative of surrogate {found}, only of {names} in spiking mode"
+        return f"the compiled kernels have no derivative of surrogate {found}, only of {names} in spiking mode"
     if pool is not None and host.pool_window(pool) is None:
-        return f"the numba kernel does not pool with this {type(pool).__name__}'s options"
+        return f"the compiled kernels do not pool with this {type(pool).__name__}'s options"
     return ""
 
 
-def choose(backend: str, node: nn.Module, pool: nn.Module | None, device: torch.device | None) -> tuple[str, str]:
-    """The kernel that runs, and why it is not the fastest one. Raises BackendError where a named one cannot."""
-    if backend == reference.NAME:
+def choose(
+    backend: str,
+    node: nn.Module,
+    pool: nn.Module | None,
+    device: torch.device | None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[str, str]:
+    """The kernel that runs there, and why it is not the fastest one. Raises BackendError where a named one cannot."""
+    if registry.choose(backend) == reference.NAME:
         return reference.NAME, ""
-    problem = numba_problem(node, pool, device)
-    if problem and backend == registry.NUMBA:
-        raise BackendError(f"backend='numba': {problem}; use backend=\"auto\", which falls back to 'reference'")
-    return (reference.NAME if problem else registry.NUMBA), problem
+    fastest, problem = registry.fastest(backend, device, dtype)
+    problem = problem or kernel_problem(node, pool)
+    if problem and backend != "auto":
+        raise BackendError(f"backend={backend!r}: {problem}; use backend=\"auto\", which falls back to 'reference'")
+    return (reference.NAME if problem else fastest), problem
 
 
 def run_reference(
@@ -50,6 +55,7 @@ def run_reference(
     group: int,
 ) -> tuple[Tensor, Tensor]:
     """The definition in plain PyTorch; ``linear`` [G, 2] makes every drive one merged step."""
+    narrow, y = y.dtype, y.to(reference.accumulation_dtype(y.dtype))
     v0 = torch.full_like(y[0], host.resting_voltage(node)) if v0 is None else v0
     if scale is not None and shift is not None:
         y = y * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
@@ -64,13 +70,13 @@ def run_reference(
     if pool is not None:
         spikes = host.pool_frames(pool, spikes)
     if weights is None:
-        return spikes, v
+        return spikes.to(narrow), v
     starts = range(0, len(spikes), group)
     sums = [reference.weighted_sum(spikes[i : i + group].unsqueeze(0), weights[i : i + group].unbind()) for i in starts]
-    return torch.cat(sums), v
+    return torch.cat(sums).to(narrow), v
 
 
-def run_numba(
+def operands(
     y: Tensor,
     node: Any,
     v0: Tensor | None,
@@ -81,18 +87,17 @@ def run_numba(
     pool: nn.Module | None,
     weights: Tensor | None,
     group: int,
-) -> tuple[Tensor, Tensor]:
-    """The compiled kernel, through the torch operator ``sj_tac::fire``."""
-    from sj_tac.kernels import ops
-
+) -> tuple[Any, ...]:
+    """What the torch operator ``sj_tac::fire`` is called with; the neuron's own numbers in float32 for half drives."""
+    wide = reference.accumulation_dtype(y.dtype)
     spec = host.fused_surrogate(node)
     window = (1, 1, 1, 1, 0, 0) if pool is None else host.pool_window(pool)
     if spec is None or window is None:
-        raise BackendError(numba_problem(node, pool, None))
+        raise BackendError(kernel_problem(node, pool))
     merged = linear is not None
-    decay, gain = host.decay(node, y.dtype), host.input_gain(node, y.dtype)
+    decay, gain = host.decay(node, wide), host.input_gain(node, wide)
     if isinstance(decay, Tensor) and linear is None:
-        pair = [torch.as_tensor(value, dtype=y.dtype, device=y.device) for value in (decay, gain)]
+        pair = [torch.as_tensor(value, dtype=wide, device=y.device) for value in (decay, gain)]
         linear = torch.stack(pair).expand(len(lengths), 2)
     beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
     mode, tau = host.charge_mode(node, merged), float(getattr(node, "tau", 1.0))
@@ -101,12 +106,27 @@ def run_numba(
         mode, tau = mode + 2, 1 / tau
     w = getattr(node, "w", None)
     kind = 0 if pool is None else (1 if isinstance(pool, nn.MaxPool2d) else 2)
-    out: tuple[Tensor, Tensor] = ops.fire(
-        y, scale, shift, v0, linear, None if w is None else w.detach().to(y.dtype).sigmoid(), weights,
+    return (
+        y, scale, shift, v0, linear, None if w is None else w.detach().to(wide).sigmoid(), weights,
         [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
         float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1], kind, list(window), group,
     )  # fmt: skip
+
+
+def run_numba(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The compiled kernels for the CPU; half drives run in float32, and what comes out is half again."""
+    from sj_tac.kernels import ops
+
+    out, v = ops.fire(*operands(y.to(reference.accumulation_dtype(y.dtype)), *arguments))
+    return out.to(y.dtype), v
+
+
+def run_cupy(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The CUDA kernels, which read and write half themselves."""
+    from sj_tac.kernels import ops
+
+    out: tuple[Tensor, Tensor] = ops.fire(*operands(y, *arguments))
     return out
 
 
-RUNNERS = {reference.NAME: run_reference, registry.NUMBA: run_numba}
+RUNNERS = {reference.NAME: run_reference, registry.NUMBA: run_numba, registry.CUPY: run_cupy}

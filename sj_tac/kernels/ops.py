@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sj_tac.kernels.reference import accumulation_dtype
 from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
 
 
@@ -34,10 +35,11 @@ def _outputs(
     y: Tensor, lengths: Sequence[int], pool: int, window: Sequence[int], weights: Tensor | None, group: int
 ) -> tuple[Tensor, Tensor, bool]:
     """Memory for the output and the voltages, and whether it is channels_last, as y's is."""
-    last = in_tiles(y, pool, window) and is_channels_last(y)
+    last = is_channels_last(y) and (y.device.type == "cuda" or in_tiles(y, pool, window))
     rows = -(-sum(lengths) // group) if weights is not None else sum(lengths)
     height, width = pooled_size(y.shape[3], y.shape[4], pool, window)
-    return empty(y, [rows, y.shape[1], y.shape[2], height, width], last), empty(y, list(y.shape[1:]), last), last
+    out = empty(y, [rows, y.shape[1], y.shape[2], height, width], last)
+    return out, empty(y, list(y.shape[1:]), last, accumulation_dtype(y.dtype)), last
 
 
 def _constants(
@@ -227,11 +229,47 @@ def _(
     q: Any, weights: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def like(x: Tensor | None) -> Tensor:
-        return y.new_empty(0 if x is None else x.shape)
+        return y.new_empty(0 if x is None else x.shape, dtype=accumulation_dtype(y.dtype))
 
-    last = in_tiles(y, rest[11], rest[12]) and is_channels_last(y)
-    gv0 = like(None) if v0 is None else empty(y, list(y.shape[1:]), last)
+    last = is_channels_last(y) and (y.device.type == "cuda" or in_tiles(y, rest[11], rest[12]))
+    gv0 = like(None) if v0 is None else empty(y, list(y.shape[1:]), last, accumulation_dtype(y.dtype))
     return empty(y, list(y.shape), last), like(scale), like(shift), gv0, like(linear), like(weights)
+
+
+@fire.register_kernel("cuda")
+def _(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    from sj_tac.kernels import cupy_launch
+
+    RUNS["fire", "cupy"] += 1
+    found: tuple[Tensor, Tensor] = _on_cuda(y, *arguments).forward(cupy_launch.launch)
+    return found
+
+
+@fire_backward.register_kernel("cuda")
+def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    from sj_tac.kernels import cupy_launch
+
+    RUNS["fire", "cupy"] += 1
+    scale, shift, linear = arguments[0], arguments[1], arguments[3]
+    found = _on_cuda(y, *arguments[:-1]).backward(cupy_launch.launch, go, gv, arguments[-1])
+    gy, g_scale, g_shift, gv0, g_linear, g_weights = found
+
+    def or_none(gradient: Tensor | None, wanted: bool = True) -> Tensor:
+        # A tensor of its own in every place, as an operator must return.
+        return gradient.clone() if gradient is not None and wanted else y.new_empty(0, dtype=torch.float32)
+
+    if g_linear is None and linear is not None:
+        g_linear = torch.zeros_like(linear, memory_format=torch.contiguous_format)
+    return (
+        gy, or_none(g_scale, scale is not None), or_none(g_shift, shift is not None), gv0 if gv0 is not None else
+        or_none(None), or_none(g_linear), or_none(g_weights),
+    )  # fmt: skip
+
+
+def _on_cuda(y: Tensor, *arguments: Any) -> Any:
+    from sj_tac.kernels.cuda_fire import Fire
+
+    return Fire(y, *arguments, pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -26,7 +26,7 @@ def _rows(x: Tensor, like: Tensor) -> Any:
 
 @torch.library.custom_op("sj_tac::aggregate", mutates_args=(), device_types="cpu")
 def aggregate(x: Tensor, weights: Tensor, group: int) -> Tensor:
-    """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], both float32 or float64."""
+    """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], in float32 or float64."""
     from sj_tac.kernels import numba_aggregate
 
     out = _like(x, -(-x.shape[0] // group))
@@ -65,7 +65,24 @@ def aggregate_backward(
 @aggregate_backward.register_fake
 def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
     gx = _like(x, x.shape[0]) if need_x else x.new_empty(0)
-    return gx, x.new_empty(x.shape[0] if need_weights else 0)
+    return gx, weights.new_empty(x.shape[0] if need_weights else 0)
+
+
+@aggregate.register_kernel("cuda")
+def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
+    from sj_tac.kernels import cuda_aggregate, cupy_launch
+
+    RUNS["aggregate", "cupy"] += 1
+    return cuda_aggregate.forward(cupy_launch.launch, x, weights, group)
+
+
+@aggregate_backward.register_kernel("cuda")
+def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
+    from sj_tac.kernels import cuda_aggregate, cupy_launch
+
+    RUNS["aggregate", "cupy"] += 1
+    gx, g_weights = cuda_aggregate.backward(cupy_launch.launch, go, x, weights, group, need_x, need_weights)
+    return (x.new_empty(0) if gx is None else gx), (weights.new_empty(0) if g_weights is None else g_weights)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

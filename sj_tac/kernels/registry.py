@@ -1,26 +1,45 @@
-"""Which kernel runs: ``auto`` chooses, a name is a contract."""
+"""Which kernels run where: ``auto`` chooses, a name is a contract."""
 
 from __future__ import annotations
+
+import torch
 
 from sj_tac.errors import BackendError
 from sj_tac.kernels import reference
 
-NUMBA = "numba"
-AVAILABLE = (reference.NAME, NUMBA)
-PLANNED = ("cupy",)
+NUMBA, CUPY = "numba", "cupy"
+AVAILABLE = (reference.NAME, NUMBA, CUPY)
 
 
 def choose(backend: str) -> str:
-    """The backend that will run for ``backend`` ("auto" or a name).
+    """``backend`` itself, "auto" or a name that there is.
 
     Raises:
-        BackendError: the named backend is unknown or not in this version.
+        BackendError: there is no such backend.
     """
     if backend == "auto" or backend in AVAILABLE:
         return backend
-    if backend in PLANNED:
-        raise BackendError(
-            f"backend={backend!r}: this version of sj_tac has no {backend} kernels yet, it runs {list(AVAILABLE)}; "
-            'use backend="auto", which takes the fastest there is'
-        )
     raise BackendError(f"backend={backend!r} is unknown; choose one of {['auto', *AVAILABLE]}")
+
+
+def fastest(backend: str, device: torch.device | None, dtype: torch.dtype) -> tuple[str, str]:
+    """The compiled kernels for a device (None: any), and why they, or those that ``backend`` names, cannot run there."""
+    kind = device.type if device is not None else {CUPY: "cuda"}.get(backend, "cpu")
+    if backend == CUPY and kind != "cuda":
+        return CUPY, f"the cupy kernels run on CUDA devices, not on {device}"
+    if backend == NUMBA and kind != "cpu":
+        return NUMBA, f"the numba kernels run on the CPU, not on {device}"
+    if kind == "cpu":
+        return NUMBA, ""
+    if kind == "cuda":
+        return CUPY, cupy_problem(dtype)
+    return CUPY, f"there are no compiled kernels for {device}"
+
+
+def cupy_problem(dtype: torch.dtype) -> str:
+    """Why the CUDA kernels cannot run; empty where they can. Imports CuPy where a CUDA device asks for it."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the cupy kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
+    from sj_tac.kernels import cupy_launch
+
+    return cupy_launch.problem()

@@ -62,11 +62,11 @@ def flat(x: Tensor | None, last: bool, like: Tensor) -> np.ndarray:
     return array
 
 
-def empty(like: Tensor, shape: list[int], last: bool) -> Tensor:
+def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None = None) -> Tensor:
     """A new tensor [..., C, H, W], in channels_last or contiguous."""
     if not last:
-        return like.new_empty(shape)
-    return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]]).movedim(-1, -3)
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]], dtype=dtype).movedim(-1, -3)
 
 
 def vector(x: Tensor | None, like: Tensor) -> np.ndarray:

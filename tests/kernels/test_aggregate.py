@@ -83,6 +83,6 @@ def test_opcheck():
 
 
 def test_a_named_kernel_runs_or_says_why():
-    with pytest.raises(BackendError, match="the numba kernel runs on the CPU, not on meta"):
+    with pytest.raises(BackendError, match="the numba kernels run on the CPU, not on meta"):
         aggregate(torch.ones(4, 1, device="meta"), [0.5, 0.5], 2, backend="numba")
     assert aggregate(torch.ones(4, 1, device="meta"), [0.5, 0.5], 2).shape == (2, 1)

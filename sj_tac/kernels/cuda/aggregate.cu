@@ -24,9 +24,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK) aggregate_forward(
 // gx and partial may be null: not wanted. partial: [blocks][frames].
 extern "C" __global__ void __launch_bounds__(BLOCK) aggregate_backward(
     const io* __restrict__ go, const io* __restrict__ x, const float* __restrict__ weights, io* __restrict__ gx,
-    float* __restrict__ partial, int frames, long long size, int rounds) {
-    SHARED_TALLY;  // [frames][BLOCK] where partial is wanted
+    float* __restrict__ partial, float* scratch, int frames, long long size, int rounds) {
+    SHARED;
     const int sums = partial ? frames : 0;
+    float* tally = tally_of(shared, scratch, sums);  // [frames][BLOCK] where partial is wanted
     for (int t = 0; t < sums; t++) tally[t * BLOCK + threadIdx.x] = 0.0f;
     for (int r = 0; r < rounds; r++) {
         const position i = (((position)blockIdx.x * rounds + r) * BLOCK + threadIdx.x) * WIDTH_V;

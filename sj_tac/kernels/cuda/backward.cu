@@ -5,28 +5,26 @@
 // and the blocks' partial sums are added by the caller.
 //
 // LANES: of a block's threads, how many lie along the channels (channels_last) or 1 (contiguous: one plane a block).
-// POOLED: the spikes went through a pool of windows KH x KW, SH x SW, PH x PW; MEAN: AvgPool, else MaxPool.
+// SEGMENTS: segments of a call. POOLED: the spikes went through a pool that windows.cuh describes.
 
 #define GROUPS_OF_SEGMENT (K < 16 ? 16 / K : 1)
 #define SEGMENT (GROUPS_OF_SEGMENT * K)
 #define ROWS (BLOCK / LANES)
-
-#if POOLED
-#define REACH ((KH + SH - 1) / SH * ((KW + SW - 1) / SW))
-#endif
 
 struct Tensors {
     const io *go, *y;
     const float *gv, *scale, *shift, *v0, *linear, *rate, *weights;
     const unsigned int* masks;
     io* gy;
-    float *gv0, *sums_scale, *sums_shift, *sums_linear, *sums_weights;
+    float *gv0, *sums_scale, *sums_shift, *sums_linear, *sums_weights, *scratch;
 };
 
 extern "C" __global__ void __launch_bounds__(BLOCK) fire_backward(Tensors at, Call call, int rounds, int parts) {
-    SHARED_TALLY;  // [G * 2 | T][BLOCK]: of linear where wanted, then of weights where wanted
+    SHARED;
     const int thread = threadIdx.x, lane = thread % LANES, row = thread / LANES;
     const int linear_sums = at.sums_linear ? 2 * call.groups : 0, weight_sums = at.sums_weights ? call.steps : 0;
+    // [G * 2 | T][BLOCK]: for linear where wanted, then for weights where wanted
+    float* tally = tally_of(shared, at.scratch, linear_sums + weight_sums);
     for (int i = 0; i < linear_sums + weight_sums; i++) tally[i * BLOCK + thread] = 0.0f;
     const float tau = at.rate ? *at.rate : call.tau;
     const position part = blockIdx.x % parts, outer = blockIdx.x / parts;
@@ -173,23 +171,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_backward(Tensors at, Ca
     sum_over_block(tally, linear_sums, at.sums_linear + (position)blockIdx.x * linear_sums);
     sum_over_block(tally + linear_sums * BLOCK, weight_sums, at.sums_weights + (position)blockIdx.x * weight_sums);
 #if AFFINE
-    // Now the same memory for scale and shift: over the rows that share a channel.
+    // For scale and shift: over the rows that share a channel.
 #pragma unroll
     for (int m = 0; m < WIDTH_V; m++) {
 #pragma unroll
         for (int which = 0; which < 2; which++) {
             __syncthreads();
-            tally[thread] = which ? sum_shift[m] : sum_scale[m];
+            shared[thread] = which ? sum_shift[m] : sum_scale[m];
             __syncthreads();
             for (int width = ROWS / 2; width > 0; width /= 2) {
-                if (row < width) tally[thread] += tally[thread + width * LANES];
+                if (row < width) shared[thread] += shared[thread + width * LANES];
                 __syncthreads();
             }
             float* sums = which ? at.sums_shift : at.sums_scale;
 #if LAST
-            if (row == 0 && inside) sums[part * call.channels + pack * WIDTH_V + m] = tally[thread];
+            if (row == 0 && inside) sums[part * call.channels + pack * WIDTH_V + m] = shared[thread];
 #else
-            if (row == 0) sums[(position)blockIdx.x * WIDTH_V + m] = tally[thread];
+            if (row == 0) sums[(position)blockIdx.x * WIDTH_V + m] = shared[thread];
 #endif
         }
     }

@@ -11,15 +11,6 @@
 //   GROUP         steps that are summed into one frame of the output; 0 for frames
 //   SURROGATE     as the host numbers them: Sigmoid, ATan, PiecewiseQuadratic, PiecewiseExp, SoftSign, SuperSpike, Erf
 
-// What does not change in a call: numbers of the neuron and of the frame. One struct by value, in constant memory.
-struct Call {
-    float tau, decay, gain, rest, threshold, alpha;
-    int groups, steps;            // G and T
-    int detach;                   // detach_reset
-    int width, channels, pixels;  // W, C and H*W of a frame
-    long long frame, emitted;     // neurons of a frame of y, and numbers of a frame of the output
-};
-
 // h, from the drive and the voltage before.
 __device__ __forceinline__ float charged(float x, float v, float tau, float rest, float decay, float gain) {
 #if MODE == 0

@@ -53,3 +53,12 @@ template <typename number, int count>
 struct alignas(sizeof(number) * count) Pack {
     number x[count];
 };
+
+// What does not change in a call: numbers of the neuron and of the frame. One struct by value, in constant memory.
+struct Call {
+    float tau, decay, gain, rest, threshold, alpha;
+    int groups, steps;            // G and T
+    int detach;                   // detach_reset
+    int width, channels, pixels;  // W, C and H*W of a frame
+    long long frame, emitted;     // neurons of a frame of y, and numbers of a frame of the output
+};

@@ -20,8 +20,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_pool(
 
 // Gradient to the weights: sums over what the pool emitted, by block.
 extern "C" __global__ void __launch_bounds__(BLOCK) fire_pool_weights(
-    const unsigned int* __restrict__ masks, const io* __restrict__ go, float* __restrict__ partial, Call call, int rounds) {
-    SHARED_TALLY;  // [T][BLOCK]
+    const unsigned int* __restrict__ masks, const io* __restrict__ go, float* __restrict__ partial, float* scratch, Call call,
+    int rounds) {
+    SHARED;
+    float* tally = tally_of(shared, scratch, call.steps);  // [T][BLOCK]
     for (int t = 0; t < call.steps; t++) tally[t * BLOCK + threadIdx.x] = 0.0f;
     const int height = call.pixels / call.width;
     for (int r = 0; r < rounds; r++) {

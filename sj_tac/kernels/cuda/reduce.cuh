@@ -1,10 +1,15 @@
 // Sums over the threads of a block, in one fixed order.
 
 #ifdef SHIM
-#define SHARED_TALLY float* tally = shim_shared
+#define SHARED float* shared = shim_shared
 #else
-#define SHARED_TALLY extern __shared__ float tally[]
+#define SHARED extern __shared__ float shared[]
 #endif
+
+// Where the block's threads count: shared memory, or their part of ``scratch`` where that would be too small.
+__device__ __forceinline__ float* tally_of(float* shared, float* scratch, int count) {
+    return scratch ? scratch + (long long)blockIdx.x * count * BLOCK : shared;
+}
 
 // The threads' numbers values[i * BLOCK + thread], i < count, each summed over the whole block, to partial[i].
 __device__ __forceinline__ void sum_over_block(float* values, int count, float* partial) {

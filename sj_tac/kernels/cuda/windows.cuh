@@ -1,5 +1,5 @@
 // Pools of any windows KH x KW, strides SH x SW, padding PH x PW, on spikes that are bits of masks[T / 32][frame].
-// MEAN: AvgPool, padding counted; else MaxPool. WORDS: words of 32 steps.
+// MEAN: AvgPool, padding counted; else MaxPool. WORDS: words of 32 steps. REACH: windows that a neuron can be in.
 
 // Where a number lies in a map, contiguous or channels_last.
 struct Spot {

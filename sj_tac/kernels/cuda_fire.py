@@ -1,0 +1,177 @@
+"""``fire`` on a CUDA device: which programs run, on what grids. The kernels' story is in cuda/*.cu.
+
+``launch`` is CuPy's (cupy_launch.py); tests put one that runs the same programs on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sj_tac.kernels import cuda_program as cuda
+from sj_tac.kernels.threads import empty, is_channels_last
+
+# launch(program, blocks, arguments, bytes of shared memory)
+Launch = Callable[[cuda.Program, int, Sequence[cuda.Argument], int], None]
+NO_POOL, MAX_POOL, AVG_POOL = range(3)
+
+
+class Fire:
+    """One call: shapes, layout and numbers that forward and backward share. Arguments as ``ops.fire``."""
+
+    def __init__(
+        self, y: Tensor, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None, linear: Tensor | None,
+        q: Tensor | None, weights: Tensor | None, lengths: Sequence[int], mode: int, tau: float, decay: float, gain: float,
+        rest: float, threshold: float, hard: bool, detach: bool, surrogate: int, alpha: float, pool: int,
+        window: Sequence[int], group: int, out_size: tuple[int, int],
+    ) -> None:  # fmt: skip
+        self.last = is_channels_last(y)
+        self.y = cuda.dense(y, self.last, y.dtype)
+        self.groups, self.n, self.c, self.height, self.width = y.shape
+        self.k, self.steps = max(lengths), sum(lengths)
+        self.v0 = None if v0 is None else cuda.dense(v0, self.last, torch.float32)
+        self.scale, self.shift, self.linear, self.rate = (cuda.vector(x) for x in (scale, shift, linear, q))
+        self.weights, self.group = cuda.vector(weights), group if weights is not None else 0
+        self.mode, self.surrogate, self.pool, self.window = mode, surrogate, pool, tuple(window)
+        even = self.height % 2 == 0 and self.width % 2 == 0
+        self.windows = pool == MAX_POOL and self.window == (2, 2, 2, 2, 0, 0) and even
+        self.general = bool(pool) and not self.windows
+        self.hard = hard
+        self.frame = self.n * self.c * self.height * self.width
+        self.out_shape = [-(-self.steps // group) if weights is not None else self.steps, self.n, self.c, *out_size]
+        self.emitted = self.n * self.c * out_size[0] * out_size[1]
+        self.words = -(-self.steps // 32)
+        pixels = self.height * self.width
+        self.call = np.array(
+            (tau, decay, gain, rest, threshold, alpha, self.groups, self.steps, detach, self.width, self.c, pixels,
+             self.frame, self.emitted),
+            cuda.CALL,
+        )  # fmt: skip
+        wide = cuda.needs_wide(self.groups * self.frame, self.out_shape[0] * self.emitted, self.words * self.frame)
+        self.common = {"IO": cuda.IO[y.dtype], "WIDE": wide, "LAST": self.last, "GROUP": self.group}
+
+    def run_length(self, windows: bool) -> int:
+        """Slots of one channel, or of neighbouring channels, side by side in memory."""
+        if self.last:
+            return self.c
+        return self.width // 2 if windows else self.height * self.width
+
+    def neuron_macros(self, windows: bool, width: int) -> dict[str, int | bool]:
+        """What the programs with a neuron in them are specialised by."""
+        return self.common | {
+            "MODE": self.mode, "HARD": self.hard, "AFFINE": self.scale is not None, "WINDOWS": windows, "WIDTH_V": width,
+            "K": self.k,
+        }  # fmt: skip
+
+    def pool_macros(self) -> dict[str, int | bool]:
+        """What the programs with a general pool in them are specialised by."""
+        names = ("KH", "KW", "SH", "SW", "PH", "PW")
+        return dict(zip(names, self.window, strict=True)) | {"MEAN": self.pool == AVG_POOL, "WORDS": self.words}
+
+    def masks(self, launch: Launch, v: Tensor) -> Tensor:
+        """All spikes as bits, [T / 32, frame], of all neurons; the last voltages into v."""
+        bits = torch.empty(self.words, self.frame, dtype=torch.int32, device=self.y.device)
+        self._steps(launch, False, bits, v)
+        return bits
+
+    def _steps(self, launch: Launch, windows: bool, out: Tensor, v: Tensor) -> None:
+        masks, slots = out.dtype == torch.int32, self.frame // (4 if windows else 1)
+        half = self.y.element_size() == 2
+        limit = (4 if self.last or half else 2) if windows else (8 if half else 4)
+        if masks:
+            limit = 4
+        frames = (self.y, self.v0, v, out)
+        width = cuda.widest(limit, self.run_length(windows), slots, *frames, pairs=windows and not self.last)
+        macros = self.neuron_macros(windows, width) | {"MASKS": masks, "BLOCK": 256}
+        blocks = -(-slots // (width * 256))
+        arguments = (self.y, self.scale, self.shift, self.v0, self.linear, self.rate, self.weights, out, v, self.call)
+        launch(cuda.program("fire_forward", **macros), blocks, arguments, 0)
+
+    def forward(self, launch: Launch) -> tuple[Tensor, Tensor]:
+        """Output and last voltages."""
+        out = empty(self.y, self.out_shape, self.last)
+        v = empty(self.y, list(self.y.shape[1:]), self.last, torch.float32)
+        if self.general:
+            bits = self.masks(launch, v)
+            program = cuda.program("fire_pool", BLOCK=256, WIDTH_V=1, **self.common, **self.pool_macros())
+            launch(program, -(-self.emitted // 256), (bits, self.weights, out, self.call), 0)
+        else:
+            self._steps(launch, self.windows, out, v)
+        return out, v
+
+    def backward(
+        self, launch: Launch, go: Tensor, gv: Tensor, need_linear: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients to y, scale and shift (both [C], without meaning where there are none), v0, linear and weights."""
+        y, device = self.y, self.y.device
+        go, gv = cuda.dense(go, self.last, y.dtype), cuda.dense(gv, self.last, torch.float32)
+        gy = empty(y, list(y.shape), self.last)
+        gv0 = None if self.v0 is None else empty(y, list(y.shape[1:]), self.last, torch.float32)
+        bits, g_weights = None, None
+        if self.general:
+            bits = self.masks(launch, empty(y, list(y.shape[1:]), self.last, torch.float32))
+            g_weights = self._pooled_weights(launch, bits, go)
+        corners = 4 if self.windows else 1
+        width = 1
+        if not self.general and not self.windows:
+            width = cuda.widest(4, self.run_length(False), self.frame, y, self.v0, gy, gv, go, gv0)
+        sums = (2 * self.groups if need_linear else 0) + (self.steps if self.group and not self.general else 0)
+        units = self.frame // corners // self.c if self.last else self.height * self.width // corners // width
+        block = 128 if self.last else max(32, cuda.power(units, 128))
+        while block > 32 and sums * block * 4 > cuda.SHARED:
+            block //= 2
+        lanes = cuda.power(self.c // width, 32) if self.last else 1
+        rows = block // lanes
+        rounds = min(8, -(-units // rows))
+        parts = -(-units // (rows * rounds))
+        outer = -(-(self.c // width) // lanes) if self.last else self.n * self.c
+        blocks = outer * parts
+        gps = max(1, 16 // self.k)
+        macros = self.neuron_macros(self.windows, width) | {
+            "SURROGATE": self.surrogate, "BLOCK": block, "LANES": lanes, "SEGMENTS": -(-self.groups // gps),
+            "POOLED": self.general,
+        }  # fmt: skip
+        if self.general:
+            reach = -(-self.window[0] // self.window[2]) * -(-self.window[1] // self.window[3])
+            macros |= self.pool_macros() | {"REACH": reach}
+
+        def partial(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        channels = partial(2, parts, self.c) if self.last else partial(2, blocks, width)
+        by_linear = partial(blocks, 2 * self.groups) if need_linear else None
+        by_weight = partial(blocks, self.steps) if self.group and not self.general else None
+        scratch, shared = cuda.tally(block, sums, blocks, device)
+        at = cuda.tensors(
+            go=go, y=y, gv=gv, scale=self.scale, shift=self.shift, v0=self.v0, linear=self.linear, rate=self.rate,
+            weights=self.weights, masks=bits, gy=gy, gv0=gv0, sums_scale=channels[0], sums_shift=channels[1],
+            sums_linear=by_linear, sums_weights=by_weight, scratch=scratch,
+        )  # fmt: skip
+        name = "fire_backward_pooled" if self.general else "fire_backward"
+        arguments = (at, self.call, np.int32(rounds), np.int32(parts))
+        launch(cuda.program(name, **macros), blocks, arguments, shared)
+        if self.last:
+            g_scale, g_shift = cuda.total(channels, (2, parts, self.c), (1,)).unbind()
+        else:
+            g_scale, g_shift = cuda.total(channels, (2, self.n, self.c, parts * width), (1, 3)).unbind()
+        if by_weight is not None:
+            g_weights = by_weight.sum(0)
+        return gy, g_scale, g_shift, gv0, None if by_linear is None else by_linear.sum(0).view(-1, 2), g_weights
+
+    def _pooled_weights(self, launch: Launch, bits: Tensor, go: Tensor) -> Tensor | None:
+        """Gradient to the weights behind a general pool."""
+        if not self.group:
+            return None
+        block = 128
+        while block > 32 and self.steps * block * 4 > cuda.SHARED:
+            block //= 2
+        rounds = min(8, -(-self.emitted // block))
+        blocks = -(-self.emitted // (block * rounds))
+        partial = torch.empty(blocks, self.steps, dtype=torch.float32, device=self.y.device)
+        program = cuda.program("fire_pool_weights", BLOCK=block, WIDTH_V=1, **self.common, **self.pool_macros())
+        scratch, shared = cuda.tally(block, self.steps, blocks, self.y.device)
+        launch(program, blocks, (bits, go, partial, scratch, self.call, np.int32(rounds)), shared)
+        return partial.sum(0)

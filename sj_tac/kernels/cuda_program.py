@@ -1,0 +1,144 @@
+"""CUDA programs: the sources of the ``cuda`` folder, specialised by macros, and what their kernels are called with.
+
+Nothing here needs a GPU or CuPy: a program is text, and a call is numbers and tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "cuda"
+# The files of each kernel, in order.
+FILES: dict[str, tuple[str, ...]] = {
+    "fire_forward": ("numbers.cuh", "neuron.cuh", "fire.cu"),
+    "fire_backward": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "backward.cu"),
+    "fire_backward_pooled": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "windows.cuh", "backward.cu"),
+    "fire_pool": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
+    "fire_pool_weights": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
+    "aggregate_forward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
+    "aggregate_backward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
+}
+# Spikes are to be the host's, which rounds after every operation.
+OPTIONS = ("--std=c++17", "--fmad=false")
+SHARED = 48 * 1024
+IO = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# struct Call of numbers.cuh, and struct Tensors of backward.cu.
+CALL = np.dtype(
+    [(name, np.float32) for name in ("tau", "decay", "gain", "rest", "threshold", "alpha")]
+    + [(name, np.int32) for name in ("groups", "steps", "detach", "width", "channels", "pixels")]
+    + [(name, np.int64) for name in ("frame", "emitted")],
+    align=True,
+)
+TENSORS = np.dtype(
+    [
+        (name, np.uint64)
+        for name in (
+            "go", "y", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
+            "gy", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
+        )
+    ]
+)  # fmt: skip
+
+# What a kernel is called with: a tensor or None (its address), a number of numpy's, or a struct, by value.
+Argument = Tensor | np.generic | np.ndarray | None
+
+
+@cache
+def _text(file: str) -> str:
+    return f'#line 1 "{file}"\n{(FOLDER / file).read_text()}\n'
+
+
+@dataclass(frozen=True)
+class Program:
+    """One kernel, specialised. Equal programs are compiled once."""
+
+    files: str
+    macros: tuple[tuple[str, int], ...]
+
+    @property
+    def kernel(self) -> str:
+        """The name of its function."""
+        return self.files.removesuffix("_pooled")
+
+    @property
+    def block(self) -> int:
+        """Threads of a block."""
+        return dict(self.macros)["BLOCK"]
+
+    def source(self) -> str:
+        """The whole text."""
+        defines = "".join(f"#define {name} {int(value)}\n" for name, value in self.macros)
+        return defines + "".join(_text(file) for file in FILES[self.files])
+
+
+def program(files: str, **macros: int | bool) -> Program:
+    """A program with macros in a fixed order."""
+    return Program(files, tuple((name, int(value)) for name, value in sorted(macros.items())))
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor's numbers begin; 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def tensors(**named: Tensor | None) -> np.ndarray:
+    """struct Tensors."""
+    return np.array(tuple(address(named[name]) for name in TENSORS.names or ()), TENSORS)
+
+
+def dense(x: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
+    """Frames [..., C, H, W] without gaps, in channels_last or contiguous; a copy where they are not."""
+    x = x.detach().to(dtype)
+    return x.movedim(-3, -1).contiguous().movedim(-1, -3) if last else x.contiguous()
+
+
+def vector(x: Tensor | None) -> Tensor | None:
+    """A small tensor in float32."""
+    return None if x is None else x.detach().to(torch.float32).contiguous()
+
+
+def widest(limit: int, run: int, total: int, *frames: Tensor | None, pairs: bool = False) -> int:
+    """How many slots of a run a thread may take at once: a power of two up to ``limit``, by the run and all alignments.
+
+    Args:
+        run: slots side by side; total: all slots, of which many threads should have one each; pairs: two numbers a slot.
+    """
+    width = limit
+    while width > 1:
+        bytes_at_once = [x.element_size() * width * (2 if pairs else 1) for x in frames if x is not None]
+        pointers = [x.data_ptr() for x in frames if x is not None]
+        fits = all(p % b == 0 for p, b in zip(pointers, bytes_at_once, strict=True))
+        if fits and run % width == 0 and total // width >= 2**16:
+            break
+        width //= 2
+    return width
+
+
+def needs_wide(*counts: int) -> bool:
+    """Whether positions up to these counts overflow 32 bits, a block's overhang included."""
+    return max(counts) >= 2**31 - 2**16
+
+
+def power(n: int, limit: int) -> int:
+    """The least power of two that is not below ``n``, up to ``limit``."""
+    return min(limit, 1 << max(0, n - 1).bit_length())
+
+
+def tally(block: int, sums: int, blocks: int, device: torch.device) -> tuple[Tensor | None, int]:
+    """Room for ``sums`` numbers of every thread: (None, bytes of shared memory), or scratch memory where it is too small."""
+    size = max(1, sums) * block * 4
+    if size <= SHARED:
+        return None, size
+    return torch.empty(blocks * sums * block, dtype=torch.float32, device=device), block * 4
+
+
+def total(partial: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """Partial sums added up: in one order, so the same in every run."""
+    return partial.view(*shape).sum(list(dims))

@@ -1,0 +1,162 @@
+"""The CUDA programs on the CPU: the very source that a GPU compiles, by g++ behind shim.h, against the reference kernel."""
+
+import pytest
+import shim
+import torch
+from hypothesis import HealthCheck, given, settings
+from spikingjelly.activation_based import layer
+from support import node
+from test_fire import POOLS, space
+
+from sj_tac import host
+from sj_tac.functional import fire
+from sj_tac.kernels import cuda_aggregate, ops
+from sj_tac.kernels import fire as kernels
+from sj_tac.kernels.cuda_fire import Fire
+
+pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
+# As functional.fire's arguments, in the order of operands().
+NAMES = ("y", "v", "linear", "scale", "shift", "weights")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """functional.fire with backend="cupy" runs the CUDA programs on CPU tensors, through the operator's own autograd."""
+
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            ctx.save_for_backward(*arguments[:7])
+            ctx.options = arguments[7:]
+            return call(arguments).forward(shim.launch)
+
+        @staticmethod
+        def backward(ctx, go, gv):
+            found = call((*ctx.saved_tensors, *ctx.options)).backward(shim.launch, go, gv, ctx.needs_input_grad[4])
+            gy, g_scale, g_shift, gv0, g_linear, g_weights = found
+            _, scale, shift, v0, _, _, _ = ctx.saved_tensors
+            g_scale, g_shift = (g if x is not None else None for g, x in ((g_scale, scale), (g_shift, shift)))
+            assert (gv0 is None) == (v0 is None)
+            return (gy, g_scale, g_shift, gv0, g_linear, None, g_weights, *[None] * len(ctx.options))
+
+    def call(arguments):
+        y = arguments[0]
+        return Fire(*arguments, ops.pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
+
+    monkeypatch.setattr(kernels, "choose", lambda backend, *_: (backend, ""))
+    monkeypatch.setattr(ops, "fire", Operator.apply)
+
+
+def run(backend, y, spiking, k, options):
+    """Output, voltage and every gradient of a random linear function of both."""
+    leaves = {name: x.clone().requires_grad_() for name, x in options.items() if isinstance(x, torch.Tensor)}
+    drive = y.clone().requires_grad_()
+    spiking.zero_grad()
+    out, v = fire(drive, spiking, k, backend=backend, **{**options, **leaves})
+    generator = torch.Generator().manual_seed(1)
+    loss = (out.float() * torch.randn(out.shape, generator=generator)).sum()
+    (loss + (v * torch.randn(v.shape, generator=generator)).sum()).backward()
+    leaves |= {"y": drive, **dict(spiking.named_parameters())}
+    return out.detach(), v.detach(), {name: x.grad for name, x in leaves.items()}
+
+
+def agree(y, spiking, k, options):
+    expected, got = run("reference", y, spiking, k, options), run("cupy", y, spiking, k, options)
+    assert got[0].dtype == y.dtype
+    assert got[0].shape == expected[0].shape
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert got[2].keys() == expected[2].keys()
+    tolerance = 1e-5 if y.dtype == torch.float32 else 2e-2
+    terms = expected[2]["y"].float().abs().sum().clamp_min(1e-3)
+    for name, gradient in expected[2].items():
+        scale = gradient.abs().max().float().clamp_min(1e-3)
+        if name not in ("y", "v"):
+            scale = torch.maximum(scale, terms / 10)  # sums whose terms cancel, see test_fire.py
+        assert ((got[2][name] - gradient).abs().max() / scale) < tolerance, name
+    return got
+
+
+# Every example compiles its programs anew, about a second each.
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(space)
+def test_cuda_is_the_reference(case):
+    torch.manual_seed(case["seed"])
+    kind, v_reset, decay_input = case["neuron"]
+    function = host.FUSED_SURROGATES[case["surrogate"]]()
+    options = {"detach_reset": case["detach_reset"], "surrogate_function": function, "v_threshold": 0.4}
+    spiking = node(kind, v_reset, decay_input, case["tau"], **options)
+    groups = -(-case["steps"] // case["k"])
+    n, c, height, width = case["shape"]
+    dtype = torch.float16 if case["dtype"] == torch.float64 else case["dtype"]
+    y = (torch.randn(groups, n, c, height, width) * 1.5).to(dtype)
+    if case["channels_last"]:
+        y = y.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (groups, n))
+    options = {"steps": case["steps"], "v": torch.randn(n, c, height, width).mul(0.2), "pool": POOLS[case["pool"]]}
+    options |= {"merge": case["merge"], "normalize": case["normalize"]}
+    if case["affine"]:
+        options |= {"scale": torch.rand(c).add(0.5), "shift": torch.randn(c).mul(0.3)}
+    if case["group"]:
+        emitted = groups if case["merge"] else case["steps"]
+        options |= {"weights": torch.rand(emitted), "group": case["group"]}
+    agree(y, spiking, case["k"], options)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2), layer.MaxPool2d(3, 2, 1)])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (2, 8, 16, 16)), (torch.bfloat16, (1, 16, 24, 16))])
+def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, monkeypatch):
+    """Several numbers a thread, several blocks a plane, more than 32 steps, and sums too many for shared memory."""
+    from sj_tac.kernels import cuda_program
+
+    widest = cuda_program.widest
+    monkeypatch.setattr(
+        cuda_program, "widest", lambda limit, run, total, *f, **o: widest(limit, run, total * 2**16, *f, **o)
+    )
+    monkeypatch.setattr(cuda_program, "SHARED", 4 * 1024)
+    torch.manual_seed(0)
+    y = torch.randn(12 * shape[0], *shape[1:]).to(dtype).contiguous(memory_format=layout).unflatten(0, (12, shape[0]))
+    options = {"steps": 70, "v": torch.randn(shape).mul(0.2), "pool": pool, "weights": torch.rand(70), "group": 4}
+    options |= {"scale": torch.rand(shape[1]).add(0.5), "shift": torch.randn(shape[1]).mul(0.3)}
+    got = agree(y, node("plif", v_threshold=0.4), 6, options)
+    assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
+
+
+def test_at_rest_and_without_anything():
+    torch.manual_seed(0)
+    agree(torch.randn(3, 1, 2, 5, 4), node("lif", -0.1, v_threshold=0.4), 1, {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("steps", "shape", "group"), [(7, (2, 3, 4, 4), 3), (4, (5,), 4), (40, (1, 2, 33, 2), 1), (5, (3, 64), 2)]
+)
+def test_aggregate(dtype, steps, shape, group):
+    torch.manual_seed(0)
+    x, weights = torch.randn(steps, *shape).to(dtype).requires_grad_(), torch.rand(steps, requires_grad=True)
+    parts = zip(x.float().split(group), weights.split(group), strict=True)
+    expected = torch.stack([sum(w * f for w, f in zip(ws, fs, strict=True)) for fs, ws in parts])
+    got = cuda_aggregate.forward(shim.launch, x.detach(), weights, group)
+    assert torch.equal(got, expected.to(dtype))
+    go = torch.randn_like(got)
+    expected.backward(go.float())
+    gx, g_weights = cuda_aggregate.backward(shim.launch, go, x.detach(), weights, group, True, True)
+    torch.testing.assert_close(gx, x.grad)
+    torch.testing.assert_close(g_weights, weights.grad, rtol=1e-4, atol=1e-4)
+    assert cuda_aggregate.backward(shim.launch, go, x.detach(), weights, group, False, True)[0] is None
+    assert cuda_aggregate.backward(shim.launch, go, x.detach(), weights, group, True, False)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_rounds_as_torch(dtype):
+    """Sums of one frame are the number itself, rounded: ties, subnormals, infinities and NaN."""
+    special = torch.tensor(
+        [0.0, -0.0, 1e-8, 6e-8, 65504.0, 65520.0, 1e38, float("inf"), -float("inf"), 1.00390625, 1.01171875]
+    )
+    values = torch.cat([special, torch.randn(500) * torch.logspace(-8, 6, 500), torch.randn(11)])
+    x = torch.stack([torch.ones_like(values)] * 2).to(dtype)
+    for value, got in zip(values.tolist(), [cuda_aggregate.forward(shim.launch, x[:, i : i + 1], torch.tensor([v, 0.0]), 2)
+                                            for i, v in enumerate(values.tolist())], strict=True):  # fmt: skip
+        assert torch.equal(got.flatten(), torch.tensor([value]).to(dtype)), value
+    nan = cuda_aggregate.forward(shim.launch, x[:, :1], torch.tensor([float("nan"), 0.0]), 2)
+    assert nan.isnan().all()
