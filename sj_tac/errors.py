@@ -33,3 +33,7 @@ class BackendError(SjTacError, RuntimeError):
 
 class BatchNormMovedWarning(UserWarning):
     """Running statistics were updated on aggregated frames, so they no longer fit the layer at another k."""
+
+
+class BackendFallbackWarning(UserWarning):
+    """The fastest kernels cannot run on this machine; ``auto`` took the reference ones. Given once for each reason."""

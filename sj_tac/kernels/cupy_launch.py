@@ -17,7 +17,7 @@ from torch import Tensor
 from sj_tac.errors import BackendError
 from sj_tac.kernels import cuda_program as cuda
 
-OLDEST = (13, 0)
+OLDEST = (13, 4)
 
 
 def install_line() -> str:

@@ -269,7 +269,8 @@ def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 def _on_cuda(y: Tensor, *arguments: Any) -> Any:
     from sj_tac.kernels.cuda_fire import Fire
 
-    return Fire(y, *arguments, pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
+    operands = (y, *arguments, pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
+    return Fire(*operands)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

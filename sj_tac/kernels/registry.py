@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
-from sj_tac.errors import BackendError
+from sj_tac.errors import BackendError, BackendFallbackWarning
 from sj_tac.kernels import reference
 
 NUMBA, CUPY = "numba", "cupy"
+# Reasons for falling back that the user has been told.
+_SAID: set[str] = set()
 AVAILABLE = (reference.NAME, NUMBA, CUPY)
 
 
@@ -32,7 +36,11 @@ def fastest(backend: str, device: torch.device | None, dtype: torch.dtype) -> tu
     if kind == "cpu":
         return NUMBA, ""
     if kind == "cuda":
-        return CUPY, cupy_problem(dtype)
+        problem = cupy_problem(dtype)
+        if problem and backend == "auto" and problem not in _SAID:
+            _SAID.add(problem)
+            warnings.warn(f"{problem}. Until then backend=\"auto\" takes 'reference'", BackendFallbackWarning, stacklevel=3)
+        return CUPY, problem
     return CUPY, f"there are no compiled kernels for {device}"
 
 

@@ -21,17 +21,19 @@ struct Tensors {
 
 extern "C" __global__ void __launch_bounds__(BLOCK) fire_backward(Tensors at, Call call, int rounds, int parts) {
     SHARED;
-    const int thread = threadIdx.x, lane = thread % LANES, row = thread / LANES;
+    const int thread = threadIdx.x, row = thread / LANES;
     const int linear_sums = at.sums_linear ? 2 * call.groups : 0, weight_sums = at.sums_weights ? call.steps : 0;
     // [G * 2 | T][BLOCK]: for linear where wanted, then for weights where wanted
     float* tally = tally_of(shared, at.scratch, linear_sums + weight_sums);
     for (int i = 0; i < linear_sums + weight_sums; i++) tally[i * BLOCK + thread] = 0.0f;
     const float tau = at.rate ? *at.rate : call.tau;
     const position part = blockIdx.x % parts, outer = blockIdx.x / parts;
+#if AFFINE
     float sum_scale[WIDTH_V] = {}, sum_shift[WIDTH_V] = {};
+#endif
 #if LAST
     const position units = call.frame / CORNERS / call.channels;  // pixels, or windows, of all samples
-    const int pack = (int)outer * LANES + lane;
+    const int pack = (int)outer * LANES + thread % LANES;
     const bool inside = pack * WIDTH_V < call.channels;
 #else
     const position units = call.pixels / CORNERS / WIDTH_V;  // packs of a plane
@@ -134,9 +136,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_backward(Tensors at, Ca
 #pragma unroll
                     for (int n = 0; n < NEURONS; n++) {
                         const float voltage = h[i * K + j][n], slope = derivative(voltage, call.threshold, call.alpha);
-                        const bool fires = voltage >= call.threshold;
 #if HARD
-                        const float kept = (fires ? 0.0f : 1.0f) + (call.detach ? 0.0f : (call.rest - voltage) * slope);
+                        const float kept = (voltage >= call.threshold ? 0.0f : 1.0f) + (call.detach ? 0.0f : (call.rest - voltage) * slope);
 #else
                         const float kept = 1.0f - (call.detach ? 0.0f : call.threshold * slope);
 #endif

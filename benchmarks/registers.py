@@ -1,0 +1,110 @@
+"""Registers and spills of the CUDA kernels in the specialisations that nets use most, by NVRTC, for every architecture.
+
+Needs no GPU: the compiler is NVRTC, through ``cuda.bindings``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from datetime import date
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import measure
+from sj_tac.kernels import cuda_program as cuda
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of one program."""
+
+    ok: bool
+    log: str
+    registers: int
+    spill_bytes: int
+
+    @property
+    def warnings(self) -> str:
+        """The log without ptxas' figures."""
+        return "\n".join(line for line in self.log.splitlines() if line.strip("\0 ") and "ptxas" not in line)
+
+
+def nvrtc_version() -> str:
+    """Of the NVRTC that compiles here."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def compile_for(program: cuda.Program, architecture: int) -> Compiled:
+    """A program as a GPU of this architecture gets it, down to machine code."""
+    from cuda.bindings import nvrtc
+
+    _, handle = nvrtc.nvrtcCreateProgram(program.source().encode(), b"sj_tac.cu", 0, [], [])
+    flags = [*cuda.OPTIONS, f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
+    (status,) = nvrtc.nvrtcCompileProgram(handle, len(flags), [flag.encode() for flag in flags])
+    _, size = nvrtc.nvrtcGetProgramLogSize(handle)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(handle, log)
+    nvrtc.nvrtcDestroyProgram(handle)
+    text = log.decode()
+    used, spilled = re.search(r"Used (\d+) registers", text), re.findall(r"(\d+) bytes spill", text)
+    ok = status == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    return Compiled(ok, text, int(used[1]) if used else 0, sum(int(n) for n in spilled))
+
+
+def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str, int]:
+    """Macros of a hard-reset LIF (tau a power of two) behind a BatchNorm, T = 16, for a next layer of the same k."""
+    width = (4 if last or io else 2) if windows else (8 if io else 4)
+    return {
+        "IO": io, "WIDE": 0, "LAST": last, "GROUP": k if k > 1 else 0, "MODE": 2, "HARD": 1, "AFFINE": 1, "WINDOWS": windows,
+        "WIDTH_V": width, "K": k, **more,
+    }  # fmt: skip
+
+
+def specialisations() -> dict[str, cuda.Program]:
+    """By a name that says what they are for."""
+    found = {}
+    for io, dtype in ((0, "float32"), (2, "bfloat16")):
+        for last in (False, True):
+            for windows in (True, False):
+                for k in (1, 2, 4, 8):
+                    layout = ", channels_last" if last else ""
+                    name = f"{dtype}{layout}, {'2x2 pool' if windows else 'no pool'}, k={k}"
+                    macros = neuron(k, io, last, windows)
+                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+                    macros |= {"WIDTH_V": 1 if windows else 4, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128}
+                    found[f"backward, {name}"] = cuda.program("fire_backward", **macros, LANES=32 if last else 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, action="append", help="only these (default: all supported)")
+    architectures = parser.parse_args().arch or list(ARCHITECTURES)
+    console, rows = Console(width=130), {}
+    table = Table(title=f"registers (bytes spilled where any), NVRTC {nvrtc_version()}", title_justify="left")
+    table.add_column("kernel")
+    for architecture in architectures:
+        table.add_column(f"sm_{architecture}", justify="right")
+    for name, program in specialisations().items():
+        compiled = {f"sm_{a}": compile_for(program, a) for a in architectures}
+        rows[name] = {a: {"registers": c.registers, "spill_bytes": c.spill_bytes} for a, c in compiled.items()}
+        table.add_row(
+            name, *(f"{c.registers}" + (f" ({c.spill_bytes} B)" if c.spill_bytes else "") for c in compiled.values())
+        )
+    console.print(table)
+    path = measure.RESULTS / f"cuda-registers-{date.today().isoformat()}.json"
+    path.write_text(json.dumps({"nvrtc": nvrtc_version(), "kernels": rows}, indent=1) + "\n")
+    console.print(f"Written: {path}")
+
+
+if __name__ == "__main__":
+    main()

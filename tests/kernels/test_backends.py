@@ -1,0 +1,150 @@
+"""Which kernel runs where: what ``auto`` takes and says, and what a named backend raises where it cannot run."""
+
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from support import csnn, node
+
+import sj_tac
+from sj_tac.errors import BackendError, BackendFallbackWarning
+from sj_tac.functional import aggregate, fire
+from sj_tac.kernels import cupy_launch, registry
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a CUDA device, as far as the choice of a kernel can tell; CuPy is what a test puts there."""
+    cupy_launch.problem.cache_clear()
+    cupy_launch._module.cache_clear()
+    cupy_launch._kernel.cache_clear()
+    registry._SAID.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    yield monkeypatch
+    cupy_launch.problem.cache_clear()
+    cupy_launch._module.cache_clear()
+    cupy_launch._kernel.cache_clear()
+    registry._SAID.clear()
+
+
+def cupy(version="14.2.0", error=None):
+    """A CuPy that compiles anything, or fails with ``error``."""
+
+    class RawModule:
+        def __init__(self, code, options):
+            self.code = code
+
+        def get_function(self, name):
+            if error:
+                raise error
+            assert f" {name}(" in self.code
+            return name
+
+    module = types.ModuleType("cupy")
+    module.__version__, module.RawModule = version, RawModule
+    return module
+
+
+def test_the_cuda_kernels_are_chosen_on_cuda(machine):
+    machine.setitem(sys.modules, "cupy", cupy())
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert registry.fastest("auto", CUDA, dtype) == ("cupy", "")
+        assert registry.fastest("cupy", CUDA, dtype) == ("cupy", "")
+    assert registry.fastest("auto", torch.device("cpu"), torch.float32) == ("numba", "")
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (None, r"the cupy kernels need CuPy, whose import says: .*; pip install cupy-cuda1\dx"),
+        (cupy("12.3.0"), r"need CuPy 13.4 or later, not 12.3.0; pip install cupy-cuda1\dx"),
+        (
+            cupy("13.10.0", RuntimeError("NVRTC_ERROR_COMPILATION (6)")),
+            "could not compile a kernel: RuntimeError: NVRTC_ERROR",
+        ),
+        (cupy(error=OSError("libcuda.so.1: no driver")), "could not compile a kernel: OSError: libcuda.so.1: no driver"),
+    ],
+)
+def test_a_cupy_that_does_not_work(machine, module, says):
+    machine.setitem(sys.modules, "cupy", module)
+    kernel, problem = registry.fastest("cupy", CUDA, torch.float32)
+    assert kernel == "cupy"
+    with pytest.raises(BackendError, match=says):
+        sj_tac.convert(csnn(), backend="cupy")
+    with pytest.warns(BackendFallbackWarning, match=f"{says}.*'reference'"):
+        assert registry.fastest("auto", CUDA, torch.float32)[1] == problem
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registry.fastest("auto", CUDA, torch.float32)  # said once
+
+
+def test_no_device(machine):
+    machine.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendError, match=r"need a CUDA device, and torch.cuda.is_available\(\) is False"):
+        sj_tac.convert(csnn(), backend="cupy")
+
+
+def test_what_the_cuda_kernels_do_not_know(machine):
+    machine.setitem(sys.modules, "cupy", cupy())
+    assert "compute in float32, not in float64" in registry.fastest("cupy", CUDA, torch.float64)[1]
+    with pytest.raises(BackendError, match="cupy kernels compute in float32, not in float64"):
+        sj_tac.convert(csnn().double(), backend="cupy")
+    from spikingjelly.activation_based import surrogate
+
+    odd = csnn()
+    for module in odd.modules():
+        if hasattr(module, "surrogate_function"):
+            module.surrogate_function = surrogate.Rect()
+    with pytest.raises(BackendError, match="no derivative of surrogate Rect, only of Sigmoid"):
+        sj_tac.convert(odd, backend="cupy")
+
+
+def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
+    machine.setitem(sys.modules, "cupy", cupy())
+    with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):
+        fire(torch.randn(2, 1, 2, 4, 4), node("lif"), backend="cupy")
+    with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):
+        aggregate(torch.randn(2, 1), [0.5, 0.5], 2, backend="cupy")
+    # A net that is to be moved to the GPU may be converted before.
+    net = sj_tac.convert(csnn(), backend="cupy")
+    with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):
+        net(torch.rand(4, 1, 2, 8, 8))
+
+
+def test_a_launch_that_fails_says_what_and_where(machine):
+    """CuPy's errors reach the user with the kernel, the device and a way out."""
+
+    class Nothing:
+        def __init__(self, *_, **__):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return False
+
+    module = cupy(error=RuntimeError("CUDA_ERROR_INVALID_VALUE"))
+    module.cuda = types.SimpleNamespace(Device=Nothing, ExternalStream=Nothing)
+    machine.setitem(sys.modules, "cupy", module)
+    machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=0))
+    from sj_tac.kernels import cuda_program
+
+    tensor = torch.empty(1, device="meta")
+    program = cuda_program.program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
+    with pytest.raises(BackendError, match=r"aggregate_forward failed on cuda:None .*INVALID_VALUE; backend=\"reference\""):
+        cupy_launch.launch(program, 1, (tensor,), 0)
+
+
+def test_importing_starts_nothing():
+    import subprocess
+
+    script = "import sys, sj_tac, torch; assert not {'cupy', 'numba'} & set(sys.modules)"
+    script += "; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

@@ -1,0 +1,70 @@
+"""Every CUDA source compiles with NVRTC for every supported architecture, without a warning. No GPU is needed."""
+
+from itertools import product
+
+import pytest
+
+from benchmarks import registers
+from sj_tac.kernels import cuda_program as cuda
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings to compile with")
+try:
+    registers.nvrtc_version()
+except Exception as error:  # whatever a machine without the library raises
+    pytest.skip(f"no NVRTC library: {error}", allow_module_level=True)
+
+POOL = {"KH": 3, "KW": 3, "SH": 2, "SW": 2, "PH": 1, "PW": 1, "WORDS": 2}
+COMMON = {"IO": 0, "WIDE": 0, "LAST": 0, "GROUP": 2}
+
+
+def programs():
+    """All kernels, and between them every value of every macro."""
+    for mode, hard in product(range(6), (0, 1)):
+        io, last, windows = mode % 3, mode // 3, hard
+        macros = registers.neuron(2, io, bool(last), bool(windows), MODE=mode, HARD=hard, WIDE=hard, AFFINE=mode % 2)
+        yield cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        more = {"WIDTH_V": 1, "SEGMENTS": 1 + hard, "SURROGATE": mode, "POOLED": 0, "BLOCK": 128, "LANES": 32 if last else 1}
+        yield cuda.program("fire_backward", **{**macros, **more})
+    for mean, last in product((0, 1), (0, 1)):
+        macros = registers.neuron(3, 2 * mean, bool(last), False, WIDTH_V=1, GROUP=2 * mean)
+        yield cuda.program("fire_forward", **macros, MASKS=1, BLOCK=256)
+        more = {"SEGMENTS": 1, "SURROGATE": 6, "POOLED": 1, "BLOCK": 64, "LANES": 1 + last, "REACH": 4, "MEAN": mean}
+        yield cuda.program("fire_backward_pooled", **macros, **POOL, **more)
+        for kernel in ("fire_pool", "fire_pool_weights"):
+            shared = COMMON | {"LAST": last, "GROUP": 2 * mean, "IO": mean}
+            yield cuda.program(kernel, **shared, **POOL, MEAN=mean, BLOCK=128, WIDTH_V=1)
+    for io in range(3):
+        for kernel in ("aggregate_forward", "aggregate_backward"):
+            yield cuda.program(kernel, IO=io, WIDE=io == 1, GROUP=2, WIDTH_V=4, BLOCK=128)
+
+
+@pytest.mark.parametrize("architecture", registers.ARCHITECTURES)
+def test_every_source_compiles(architecture):
+    seen = set()
+    for program in programs():
+        found = registers.compile_for(program, architecture)
+        assert found.ok, f"{program.files} {dict(program.macros)}\n{found.log}"
+        assert not found.warnings, f"{program.files} {dict(program.macros)}\n{found.log}"
+        assert found.registers > 0
+        seen.add(program.files)
+    assert seen == set(cuda.FILES)
+
+
+def test_main_specialisations_keep_their_state_in_registers():
+    """Half of the lanes of a multiprocessor at least, and next to nothing spilled."""
+    for k, windows in product((1, 2, 4), (False, True)):
+        macros = registers.neuron(k, 0, False, windows)
+        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256), 90)
+        assert found.registers <= 64
+        assert found.spill_bytes == 0
+        more = {"WIDTH_V": 1, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128, "LANES": 1}
+        found = registers.compile_for(cuda.program("fire_backward", **{**macros, **more}), 90)
+        assert found.registers <= 168
+        assert found.spill_bytes == 0
+
+
+def test_the_compiler_is_really_asked():
+    broken = cuda.Program("aggregate_forward", (("BLOCK", 32), ("GROUP", 2), ("IO", 0), ("WIDE", 0)))
+    found = registers.compile_for(broken, 90)
+    assert not found.ok
+    assert "WIDTH_V" in found.log
