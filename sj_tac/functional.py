@@ -99,11 +99,17 @@ def learned_weights(logits: Tensor, frames: int, dtype: torch.dtype) -> list[Ten
     return list(torch.softmax(logits[-frames:].to(dtype), 0).unbind())
 
 
-def merged_steps(node: nn.Module, lengths: Sequence[int], normalize: bool, dtype: torch.dtype) -> Tensor:
+def merged_steps(
+    node: nn.Module, lengths: Sequence[int], normalize: bool, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """beta^K and gamma S_K (gamma where not normalised) of one step that stands for ``lengths[g]``: [G, 2]."""
     beta, gamma = host.decay(node, dtype), host.input_gain(node, dtype)
     rows = [[beta**n, gamma * temporal_sum(beta, n) if normalize else gamma] for n in lengths]
-    return torch.stack([torch.stack([torch.as_tensor(value, dtype=dtype) for value in row]) for row in rows])
+    flat = [value for row in rows for value in row]
+    numbers = [value for value in flat if not isinstance(value, Tensor)]
+    if len(numbers) == len(flat):
+        return reference.constant(numbers, dtype, device).view(-1, 2)
+    return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in flat]).view(-1, 2)
 
 
 def fire(
@@ -154,7 +160,7 @@ def fire(
         )
     kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
     wide = reference.accumulation_dtype(y.dtype)
-    linear = merged_steps(node, lengths, normalize, wide).to(y.device) if merge else None
+    linear = merged_steps(node, lengths, normalize, wide, y.device) if merge else None
     v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))
     result: tuple[Tensor, Tensor] = kernels.RUNNERS[kernel](y, node, v, lengths, linear, scale, shift, pool, weights, group)
     return result

@@ -146,4 +146,4 @@ class Fusion:
         device = self.conv.weight.device
         if any(isinstance(w, Tensor) for w in flat):
             return torch.stack([torch.as_tensor(w, dtype=wide, device=device) for w in flat]), sum(groups[0])
-        return torch.tensor(flat, dtype=wide, device=device), sum(groups[0])
+        return reference.constant([float(w) for w in flat], wide, device), sum(groups[0])

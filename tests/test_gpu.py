@@ -1,4 +1,4 @@
-"""On a CUDA device: the same definitions, against SpikingJelly there and against the CPU."""
+"""On a CUDA device: nets against SpikingJelly there and against the CPU, streams, graphs, autocast, torch.compile."""
 
 import copy
 
@@ -8,6 +8,8 @@ from spikingjelly.activation_based import functional
 from support import csnn, frames
 
 import sj_tac
+from sj_tac.kernels import cupy_launch
+from sj_tac.kernels.threads import RUNS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,36 +17,68 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def exact_convs(monkeypatch):
-    """TF32 would round the convolutions of the device, not those of the CPU."""
+    """TF32 would round the convolutions of the device, not those of the CPU; the fastest algorithm may change by call."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-def on_device(policy, k):
+def on_device(policy, k, **options):
     net = csnn().cuda()
-    return net, sj_tac.convert(net, policy, k), frames(10, 4, 2, 8, 8).cuda()
+    return net, sj_tac.convert(net, policy, k, **options), frames(10, 4, 2, 8, 8).cuda()
+
+
+def test_the_cuda_kernels_are_what_runs():
+    assert cupy_launch.problem() == ""
+    _, fast, x = on_device("preserve", 2, backend="cupy")
+    before = RUNS["fire", "cupy"]
+    with torch.no_grad():
+        fast(x)
+    converted = sj_tac.report(fast).converted
+    assert RUNS["fire", "cupy"] == before + len(converted)
+    assert {v.kernel for v in converted} == {"cupy, fused"}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["preserve", "collapse"])
-def test_k1_is_spikingjelly_there(policy, exact_convs):
-    net, fast, x = on_device(policy, 1)
-    expected = net(x)
+@pytest.mark.parametrize("fuse", [False, True])
+def test_k1_is_spikingjelly_there(policy, fuse):
+    net, fast, x = on_device(policy, 1, fuse=fuse)
+    expected, got = net(x), fast(x)
     assert expected.std() > 0
-    assert torch.equal(fast(x), expected)
+    if fuse:  # the folded BatchNorm changes last bits, and with them a spike at the threshold now and then
+        assert (got - expected).abs().mean() < 0.02
+    else:
+        assert torch.equal(got, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["preserve", "collapse"])
 @pytest.mark.parametrize("k", [2, 4])
-def test_the_device_agrees_with_the_cpu_up_to_spikes_at_the_threshold(policy, k, exact_convs):
+def test_the_device_agrees_with_the_cpu_up_to_spikes_at_the_threshold(policy, k):
     net, fast, x = on_device(policy, k)
     y = fast(x).cpu()
     on_cpu = sj_tac.convert(copy.deepcopy(net).cpu(), policy, k)
     functional.reset_net(on_cpu)
     assert (on_cpu(x.cpu()) - y).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+def test_fused_is_unfused_and_so_are_gradients(policy):
+    net, fused, x = on_device(policy, 2)
+    unfused = sj_tac.convert(net, policy, 2, fuse=False)
+    found = []
+    for fast in (unfused, fused):
+        fast.eval()
+        y = fast(x)
+        y.sum().backward()
+        found.append((y.detach(), {name: p.grad for name, p in fast.named_parameters()}))
+    assert (found[0][0] - found[1][0]).abs().mean() < 0.01
+    for name, gradient in found[0][1].items():
+        error = (found[1][1][name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-6)
+        assert error < 0.05, name
 
 
 @torch.no_grad()
@@ -54,3 +88,90 @@ def test_half_keeps_its_voltages_in_float32(dtype):
     y = fast.to(dtype)(x.to(dtype))
     assert y.dtype == dtype
     assert all(m.v.dtype == torch.float32 for m in fast.modules() if hasattr(m, "v_threshold") and hasattr(m, "_tac"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_runs_the_kernels_in_half(dtype):
+    net, fast, x = on_device("preserve", 2)
+    seen = []
+    fired = fast[0]._tac.fusion
+    original = type(fired).fire
+
+    def fire(self, y):
+        seen.append(y.dtype)
+        return original(self, y)
+
+    type(fired).fire = fire
+    try:
+        with torch.autocast("cuda", dtype):
+            y = fast(x)
+        y.float().sum().backward()
+    finally:
+        type(fired).fire = original
+    assert set(seen) == {dtype}
+    assert all(p.grad.dtype == p.dtype for p in fast.parameters() if p.grad is not None)
+    assert all(m.v.dtype == torch.float32 for m in fast.modules() if hasattr(m, "v_threshold") and hasattr(m, "_tac"))
+    with torch.no_grad():
+        functional.reset_net(net)
+        assert (net(x) - y.float()).abs().mean() < 0.3
+
+
+@torch.no_grad()
+def test_another_stream_and_a_cuda_graph():
+    _, fast, x = on_device("preserve", 2)
+    expected = fast(x).clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        functional.reset_net(fast)
+        late = torch.empty_like(x).normal_()  # the kernels must wait for what this stream does before
+        late.copy_(x)
+        got = fast(late)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(got, expected)
+    graph, still = torch.cuda.CUDAGraph(), x.clone()
+    functional.reset_net(fast)
+    fast(still)
+    functional.reset_net(fast)
+    with torch.cuda.graph(graph):
+        out = fast(still)
+    for _ in range(2):
+        still.copy_(x)
+        graph.replay()
+        assert torch.equal(out, expected)
+    still.zero_()
+    graph.replay()
+    assert not torch.equal(out, expected)
+
+
+@torch.no_grad()
+def test_two_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    net, fast, x = on_device("preserve", 2)
+    there = sj_tac.convert(copy.deepcopy(net).to("cuda:1"), "preserve", 2)
+    assert torch.equal(there(x.to("cuda:1")).cpu(), fast(x).cpu())
+
+
+@torch.no_grad()
+def test_torch_compile():
+    _, fast, x = on_device("preserve", 2)
+    expected = fast(x).clone()
+    functional.reset_net(fast)
+    compiled = torch.compile(fast, fullgraph=True)
+    assert (compiled(x) - expected).abs().mean() < 0.01
+    torch.compiler.reset()
+
+
+def test_repeats_are_the_same():
+    """Gradients too: every sum has one order."""
+    _, fast, x = on_device("preserve", 2)
+    found = []
+    for _ in range(3):
+        functional.reset_net(fast)
+        fast.zero_grad()
+        y = fast(x)
+        y.square().sum().backward()
+        found.append([y.detach().clone(), *(p.grad.clone() for p in fast.parameters() if p.grad is not None)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

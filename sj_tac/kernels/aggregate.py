@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -31,17 +30,7 @@ def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[floa
     group = len(weights) if frames.shape[0] > len(tail) else len(tail)
     if any(isinstance(w, Tensor) for w in flat):
         return torch.stack([torch.as_tensor(w, dtype=wide, device=frames.device) for w in flat]), group
-    numbers = tuple(float(w) for w in flat)
-    if torch.compiler.is_compiling():
-        return torch.tensor(numbers, dtype=wide, device=frames.device), group
-    return _constant(numbers, wide, frames.device), group
-
-
-@lru_cache(maxsize=256)
-def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Made once: on a GPU a copy from the host in every call would wait for it, and not go into a CUDA graph."""
-    with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=dtype, device=device)
+    return reference.constant([float(w) for w in flat], wide, frames.device), group
 
 
 def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:

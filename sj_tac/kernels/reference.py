@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,19 @@ NAME = "reference"
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for half inputs, whose sums and voltages would lose bits; otherwise the dtype itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@lru_cache(maxsize=256)
+def _held(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def constant(numbers: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor of numbers, made once: on a GPU a copy from the host waits, and cannot go into a CUDA graph."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(list(numbers), dtype=dtype, device=device)
+    return _held(tuple(float(n) for n in numbers), dtype, device)
 
 
 def weighted_sum(frames: Tensor, weights: Sequence[float | Tensor]) -> Tensor:

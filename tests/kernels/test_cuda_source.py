@@ -122,6 +122,17 @@ def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, monkeypatch):
     assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
 
 
+@pytest.mark.parametrize("decay_input", [True, False])
+@pytest.mark.parametrize("v_reset", [None, -0.5])
+def test_gradient_to_the_time_constant(decay_input, v_reset):
+    """Few terms and a resting voltage away from zero, so that no part of the sum is lost in the tolerance."""
+    torch.manual_seed(0)
+    y, spiking = torch.randn(2, 1, 1, 2, 2), node("plif", v_reset, decay_input, 3.0, v_threshold=0.4)
+    for options in ({"v": torch.randn(1, 1, 2, 2)}, {}):
+        expected, got = (run(backend, y, spiking, 2, options) for backend in ("reference", "cupy"))
+        torch.testing.assert_close(got[2]["w"], expected[2]["w"], rtol=1e-5, atol=1e-6)
+
+
 def test_at_rest_and_without_anything():
     torch.manual_seed(0)
     agree(torch.randn(3, 1, 2, 5, 4), node("lif", -0.1, v_threshold=0.4), 1, {})

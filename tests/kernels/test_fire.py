@@ -131,6 +131,18 @@ def test_many_tiles_in_both_layouts(shape, layout, pool):
     assert all(torch.equal(alone[2][name], got[2][name]) for name in got[2])
 
 
+@pytest.mark.parametrize("decay_input", [True, False])
+@pytest.mark.parametrize("v_reset", [None, -0.5])
+def test_gradient_to_the_time_constant(decay_input, v_reset):
+    """Few terms and a resting voltage away from zero, so that no part of the sum is lost in the tolerance."""
+    torch.manual_seed(0)
+    spiking = node("plif", v_reset, decay_input, 3.0, v_threshold=0.4)
+    for v in (torch.randn(1, 1, 2, 2), None):
+        expected, got = (run(b, torch.randn(2, 1, 1, 2, 2, generator=torch.Generator().manual_seed(3)), spiking, 2,
+                             {"v": v} if v is not None else {}) for b in ("reference", "numba"))  # fmt: skip
+        torch.testing.assert_close(got[2]["w"], expected[2]["w"], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
 def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
     torch.manual_seed(0)
@@ -205,9 +217,9 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
     assert ops.RUNS["fire", "numba"] == before
     with pytest.raises(BackendError, match=r"no derivative of surrogate Rect, only of Sigmoid, ATan.*backend=\"auto\""):
         fire(y, rect, backend="numba")
-    with pytest.raises(BackendError, match="does not pool with this MaxPool2d's options"):
+    with pytest.raises(BackendError, match="do not pool with this MaxPool2d's options"):
         fire(y, node("lif"), pool=layer.MaxPool2d(2, ceil_mode=True), backend="numba")
-    with pytest.raises(BackendError, match="runs on the CPU, not on meta"):
+    with pytest.raises(BackendError, match="run on the CPU, not on meta"):
         fire(y.to("meta"), node("lif"), backend="numba")
     with pytest.raises(ValueError, match=r"fire got drives \[2, 1, 2, 6, 6\] with k=2 and 5 steps"):
         fire(y, node("lif"), 2, steps=5)

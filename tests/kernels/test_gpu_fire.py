@@ -1,0 +1,134 @@
+"""The CUDA kernels on a device against the reference kernel on the same device."""
+
+from itertools import product
+
+import pytest
+import torch
+from spikingjelly.activation_based import layer
+from support import NEURONS, node
+from test_fire import POOLS
+
+from sj_tac import host
+from sj_tac.functional import aggregate, fire
+from sj_tac.kernels.threads import RUNS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def drives(groups, shape, dtype, layout):
+    y = (torch.randn(groups * shape[0], *shape[1:], device="cuda") * 1.5).to(dtype)
+    return y.contiguous(memory_format=layout).unflatten(0, (groups, shape[0]))
+
+
+def agree(y, spiking, k, options):
+    """Spikes, voltages and gradients of both kernels."""
+    found = {}
+    for backend in ("reference", "cupy"):
+        leaves = {name: x.clone().requires_grad_() for name, x in options.items() if isinstance(x, torch.Tensor)}
+        drive = y.clone().requires_grad_()
+        spiking.zero_grad()
+        out, v = fire(drive, spiking, k, backend=backend, **{**options, **leaves})
+        generator = torch.Generator("cuda").manual_seed(1)
+        loss = (out.float() * torch.randn(out.shape, generator=generator, device="cuda")).sum()
+        (loss + (v * torch.randn(v.shape, generator=generator, device="cuda")).sum()).backward()
+        grads = {n: x.grad for n, x in (leaves | {"y": drive, **dict(spiking.named_parameters())}).items()}
+        found[backend] = (out.detach(), v.detach(), grads)
+    (out, v, gradients), (got, v_got, ours) = found["reference"], found["cupy"]
+    # Order of operations is the same; torch's own kernels may contract, so count flips instead of assuming none.
+    assert (got != out).float().mean() <= 1e-4
+    assert ((v_got - v).abs() > 1e-4).float().mean() <= 1e-4
+    tolerance = 1e-4 if y.dtype == torch.float32 else 2e-2
+    terms = gradients["y"].float().abs().sum().clamp_min(1e-3)
+    for name, gradient in gradients.items():
+        scale = gradient.abs().max().float().clamp_min(1e-3)
+        scale = scale if name in ("y", "v") else torch.maximum(scale, terms / 10)
+        wrong = (ours[name] - gradient).abs().float() / scale > tolerance
+        assert wrong.float().mean() <= 1e-3, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pool", range(len(POOLS)))
+@pytest.mark.parametrize("shape", [(2, 16, 32, 32), (3, 5, 7, 9), (1, 33, 6, 10)])
+def test_shapes_layouts_dtypes_and_pools(layout, dtype, pool, shape):
+    torch.manual_seed(0)
+    for k, steps, group in ((1, 5, None), (2, 9, 4), (4, 16, 2)):
+        y = drives(-(-steps // k), shape, dtype, layout)
+        options = {"steps": steps, "v": torch.randn(shape, device="cuda") * 0.2, "pool": POOLS[pool]}
+        options |= {"scale": torch.rand(shape[1], device="cuda") + 0.5, "shift": torch.randn(shape[1], device="cuda") * 0.3}
+        if group:
+            options |= {"weights": torch.rand(steps, device="cuda"), "group": group}
+        before = RUNS["fire", "cupy"]
+        agree(y, node("plif", v_threshold=0.4).cuda(), k, options)
+        assert RUNS["fire", "cupy"] == before + 2
+
+
+@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
+@pytest.mark.parametrize("merge", [False, True])
+def test_neurons_and_surrogates(kind, v_reset, decay_input, merge):
+    torch.manual_seed(0)
+    for surrogate, detach in product(host.FUSED_SURROGATES, (False, True)):
+        options = {"surrogate_function": surrogate(), "detach_reset": detach, "v_threshold": 0.4}
+        spiking = node(kind, v_reset, decay_input, 1.7, **options).cuda()
+        y = drives(4, (2, 8, 6, 6), torch.float32, torch.contiguous_format)
+        agree(y, spiking, 3, {"steps": 11, "merge": merge, "pool": layer.MaxPool2d(2)})
+
+
+@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
+def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
+    """Its Triton kernels may contract multiply-adds; a spike at the threshold then flips, at most one in a million here."""
+    torch.manual_seed(0)
+    for tau in (2.0, 1.7):
+        spiking = node(kind, v_reset, decay_input, tau, v_threshold=0.3).cuda()
+        x = torch.randn(12, 4, 16, 64, 64, device="cuda")
+        with torch.no_grad():
+            expected = spiking(x)
+            out, _ = fire(x, spiking, backend="cupy")
+        assert 0 < expected.mean() < 1
+        assert (out != expected).float().mean() <= 1e-5
+
+
+@pytest.mark.parametrize("steps", [64, 200])
+def test_many_steps(steps):
+    torch.manual_seed(0)
+    y = drives(steps, (1, 4, 4, 4), torch.float32, torch.contiguous_format)
+    options = {"weights": torch.rand(steps, device="cuda"), "group": 4, "pool": layer.MaxPool2d(2)}
+    agree(y, node("plif", v_threshold=0.4).cuda(), 1, options)
+
+
+@torch.no_grad()
+def test_more_than_two_to_the_31_numbers():
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("needs 24 GB of free device memory")
+    shape = (1, 64, 4096, 2100)
+    y = torch.zeros(4, *shape, dtype=torch.bfloat16, device="cuda")
+    assert y.numel() > 2**31
+    y[-1, -1, -1, -2:, -2:] = 3.0
+    y[2, 0, 5, 0, 1] = 3.0
+    out, v = fire(y, node("lif", tau=2.0), pool=layer.MaxPool2d(2), backend="cupy")
+    assert out.sum() == 2
+    assert out[-1, 0, -1, -1, -1] == 1
+    assert out[2, 0, 5, 0, 0] == 1
+    assert v[0, 5, 0, 1] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_aggregate(dtype):
+    torch.manual_seed(0)
+    for shape in ((2, 3, 5, 7), (4, 16, 32, 32)):
+        x = torch.randn(7, *shape, device="cuda").to(dtype).requires_grad_()
+        weights = torch.rand(3, device="cuda", requires_grad=True)
+        found = []
+        for backend in ("reference", "cupy"):
+            x.grad = weights.grad = None
+            out = aggregate(x, weights, 3, backend=backend)
+            out.float().square().sum().backward()
+            found.append((out.detach(), x.grad, weights.grad))
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        for a, b in zip(*found, strict=True):
+            assert (a - b).abs().max() / a.abs().max() < tolerance
