@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import ctypes
 import gc
+import importlib
 import json
 import os
 import platform
@@ -36,7 +38,12 @@ def machine() -> dict[str, Any]:
     if info.exists():
         cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
     packages = ("torch", "spikingjelly", "numba", "sj_tac")
-    return {
+    device = {}
+    if torch.cuda.is_available():
+        device = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        with contextlib.suppress(ImportError):
+            device["cupy"] = importlib.import_module("cupy").__version__
+    return device | {
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -88,7 +95,7 @@ def bare_convolutions(net: nn.Module, x: Tensor, k: int) -> Callable[[], list[Te
     inputs = []
     for m, s in shapes:
         last = m.weight.is_contiguous(memory_format=torch.channels_last) and not m.weight.is_contiguous()
-        data = torch.rand(-(-s[0] // k) * s[1], *s[2:])
+        data = torch.rand(-(-s[0] // k) * s[1], *s[2:], device=m.weight.device)
         data = data.contiguous(memory_format=torch.channels_last) if last else data
         inputs.append((m, data.requires_grad_(m is not first and torch.is_grad_enabled())))
     return lambda: [m._conv_forward(data, m.weight, m.bias) for m, data in inputs]

@@ -65,13 +65,14 @@ CASES: dict[str, Case] = {
 
 
 @torch.no_grad()
-def make(name: str) -> tuple[nn.Module, Tensor]:
-    """The net in eval mode and step_mode 'm', and an input of random events at a rate of 0.1."""
+def make(name: str, batch: int | None = None, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+    """The net in eval mode and step_mode 'm', and random events at a rate of 0.1, of its own batch or another."""
     torch.manual_seed(0)
     case = CASES[name]
-    net = case.build().eval()
+    net = case.build().eval().to(device)
     functional.set_step_mode(net, "m")
-    x = (torch.rand(case.shape) < 0.1).float()
+    steps, usual, *frame = case.shape
+    x = (torch.rand(steps, batch or usual, *frame) < 0.1).float().to(device)
 
     def wake(module: nn.Module, args: tuple[Tensor, ...], spikes: Tensor) -> Tensor:
         for i in range(60):
