@@ -118,7 +118,7 @@ def convert(
             or the path of a YAML file.
         k: frames per convolution where the policy does not say.
         example_input: a real input; needed by models that ask their input's shape in forward, and fills the report's MACs.
-        backend: "auto" (numba on the CPU, else reference), or the name of a kernel that must run.
+        backend: "auto" (numba on the CPU, cupy on CUDA, else reference), or the name of a kernel that must run.
         fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
 
@@ -129,7 +129,7 @@ def convert(
         ModelTypeError, ConversionError (no chain, converted before, no deep copy), TraceError, PolicyError, BackendError.
         The model is then as it was.
     """
-    backend = registry.choose(backend)
+    backend = registry.choose(backend, fuse)
     target = model if inplace else _copy(model)
     analysis = _analyse(target, policy, k, example_input, backend, fuse)
     if not analysis.layout.drives:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
+from sj_tac.fusion import Fusion
+from sj_tac.kernels import fire as fire_kernels
 from sj_tac.kernels import reference, registry
 from sj_tac.policy import Settings
 from sj_tac.spans import Span, Timeline
@@ -26,6 +28,7 @@ from sj_tac.swapped import (
     NormPlace,
     Place,
     SharedDriveConv2d,
+    is_swapped,
     source_class,
 )
 
@@ -125,7 +128,6 @@ class _Operator(nn.Module):
     neuron: Any
     pool: Any
     emit: str
-    kernel: str
 
     def __init__(
         self,
@@ -136,9 +138,9 @@ class _Operator(nn.Module):
         settings: Settings,
         stretch: int,
         backend: str,
+        fuse: bool,
     ) -> None:
         super().__init__()
-        self.kernel = registry.choose(backend)
         for role, module, allowed in (
             ("conv", conv, host.CONVS),
             ("norm", norm, (*host.NORMS, type(None))),
@@ -165,6 +167,24 @@ class _Operator(nn.Module):
         place = drive_place(type(self).__name__, settings, Span(1, stretch), neuron, self._timeline)
         for swap in chain_swaps(place, conv, norm, neuron, mean_pool):
             absorb(swap)
+        registry.choose(backend, fuse)
+        if fuse:
+            self._fuse(place, backend)
+
+    def _fuse(self, place: DrivePlace, backend: str) -> None:
+        """Let the modules leave their work to ``fire``, where its pool or none is theirs."""
+        pool = self.pool if isinstance(self.pool, host.FUSED_POOLS) and host.pool_window(self.pool) else None
+        if pool is None and not self.neuron._tac.emit_mean:
+            return  # the mean is taken at a MaxPool that fire does not know
+        weight = self.conv.weight
+        device = None if backend == registry.CUPY and weight.device.type == "cpu" else weight.device
+        fire_kernels.choose(backend, self.neuron, pool, device, weight.dtype)
+        fusion = Fusion(self._timeline, self.conv, self.norm, self.neuron, pool, backend=backend)
+        if pool is not None and not is_swapped(pool):
+            absorb(Swap(pool, Place(self._timeline, place.out)))
+        for module in fusion.modules():
+            module._tac.fusion = fusion
+        self._timeline.fusions = [fusion]
 
     def forward(self, x: Tensor) -> Tensor:
         """Frames [T, N, C, H, W] -> spikes; T stays for TACTP and for ``emit="frames"``, else ceil(T / k)."""
@@ -196,12 +216,14 @@ class TACTP(_Operator):
         weights: "decay", "uniform" or "learned" (trainable logits ``conv.tac_logits`` [k], starting at the decay weights).
         normalize: weights that sum to 1.
         stretch: steps that each incoming frame stands for, behind a TAC with ``spikes="count"``.
-        backend: "auto" or the name of a kernel.
+        backend: "auto" or the name of a kernel that must run; fuse: run BatchNorm, steps and pool as one operator. False
+            keeps every module's own work, the definition (and "reference" its kernel).
 
     Shape: [T, N, C, H, W] -> [T, N, C', H', W']; float16, bfloat16 (voltage in float32), float32, float64.
 
     Raises:
-        ConversionError: a child of another type. PolicyError: an option out of range. InputError (in forward): other shapes.
+        ConversionError: a child of another type. PolicyError: an option out of range. BackendError: a named kernel that
+            cannot run. InputError (in forward): other shapes.
     """
 
     def __init__(
@@ -216,9 +238,10 @@ class TACTP(_Operator):
         normalize: bool = True,
         stretch: int = 1,
         backend: str = "auto",
+        fuse: bool = True,
     ) -> None:
         settings = Settings.build(mode="preserve", k=k, weights=weights, normalize=normalize, emit="groups")
-        super().__init__(conv, norm, neuron, pool, settings, stretch, backend)
+        super().__init__(conv, norm, neuron, pool, settings, stretch, backend, fuse)
 
 
 class TAC(_Operator):
@@ -248,6 +271,7 @@ class TAC(_Operator):
         emit: str = "groups",
         stretch: int = 1,
         backend: str = "auto",
+        fuse: bool = True,
     ) -> None:
         settings = Settings.build(mode="collapse", k=k, weights=weights, normalize=normalize, spikes=spikes, emit=emit)
-        super().__init__(conv, norm, neuron, pool, settings, stretch, backend)
+        super().__init__(conv, norm, neuron, pool, settings, stretch, backend, fuse)

@@ -183,7 +183,8 @@ class SharedDriveConv2d(layer.Conv2d):
     def initial_logits(self) -> Tensor:
         """Logits whose softmax is the decay weights of a whole group, in the conv's dtype: [frames]."""
         place = self._tac
-        beta = host.decay(place.node, torch.float64)
+        with torch.no_grad():
+            beta = host.decay(place.node, torch.float64)
         lengths = [place.span.stretch] * place.frames
         weights = decay_weights(float(beta), lengths)
         return torch.tensor(weights, dtype=torch.float64).log().to(self.weight)

@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,28 @@ def test_the_version_is_one():
 
     assert version("sj_tac") == sj_tac.__version__
     assert (ROOT / "sj_tac" / "py.typed").exists()
+
+
+def test_the_arithmetic_in_the_docs_is_what_the_script_prints():
+    from benchmarks import arithmetic
+
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for precision in arithmetic.PEAK:
+        assert arithmetic.table(precision) in page
+    # One layer by hand: 128 -> 128 at 64 x 64, T = 16, batch 16, float32, k = 2.
+    frame = 16 * 128 * 64 * 64
+    cost = arithmetic.ours(arithmetic.LAYERS[1], 2, 16, 16, 4)
+    assert cost.conv_bytes == 8 * 2 * frame * 4
+    assert cost.other_bytes == 8 * frame * 4 + 8 * frame // 4 * 4 + frame * 4
+    assert cost.flops == 2 * 9 * 128 * 128 * 64 * 64 * 16 * 8
+
+
+def test_the_cuda_sources_are_package_data():
+    from fnmatch import fnmatch
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["sj_tac.kernels"]
+    kernels = ROOT / "sj_tac" / "kernels"
+    sources = [str(p.relative_to(kernels)) for p in (kernels / "cuda").iterdir()]
+    assert len(sources) >= 8
+    assert all(any(fnmatch(source, pattern) for pattern in patterns) for source in sources)

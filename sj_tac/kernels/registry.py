@@ -15,12 +15,17 @@ _SAID: set[str] = set()
 AVAILABLE = (reference.NAME, NUMBA, CUPY)
 
 
-def choose(backend: str) -> str:
+def choose(backend: str, fuse: bool = True) -> str:
     """``backend`` itself, "auto" or a name that there is.
 
     Raises:
-        BackendError: there is no such backend.
+        BackendError: there is no such backend, or it is a compiled one and nothing is to be fused.
     """
+    if not fuse and backend in (NUMBA, CUPY):
+        raise BackendError(
+            f"backend={backend!r} with fuse=False: the {backend} kernels run fused chains, unfused ones are plain PyTorch; "
+            'leave fuse=True, or take backend="reference"'
+        )
     if backend == "auto" or backend in AVAILABLE:
         return backend
     raise BackendError(f"backend={backend!r} is unknown; choose one of {['auto', *AVAILABLE]}")
@@ -37,7 +42,7 @@ def fastest(backend: str, device: torch.device | None, dtype: torch.dtype) -> tu
         return NUMBA, ""
     if kind == "cuda":
         problem = cupy_problem(dtype)
-        if problem and backend == "auto" and problem not in _SAID:
+        if problem and backend == "auto" and problem not in _SAID and not torch.compiler.is_compiling():
             _SAID.add(problem)
             warnings.warn(f"{problem}. Until then backend=\"auto\" takes 'reference'", BackendFallbackWarning, stacklevel=3)
         return CUPY, problem
@@ -48,6 +53,14 @@ def cupy_problem(dtype: torch.dtype) -> str:
     """Why the CUDA kernels cannot run; empty where they can. Imports CuPy where a CUDA device asks for it."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the cupy kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
+    from sj_tac.kernels import cupy_launch
+
+    return _constant_problem() if torch.compiler.is_compiling() else cupy_launch.problem()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_problem() -> str:
+    """For torch.compile, which is not to look into how it is found out."""
     from sj_tac.kernels import cupy_launch
 
     return cupy_launch.problem()

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support import csnn, node
+from support import conv, csnn, node
 
 import sj_tac
 from sj_tac.errors import BackendError, BackendFallbackWarning
@@ -140,6 +140,27 @@ def test_a_launch_that_fails_says_what_and_where(machine):
     program = cuda_program.program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
     with pytest.raises(BackendError, match=r"aggregate_forward failed on cuda:None .*INVALID_VALUE; backend=\"reference\""):
         cupy_launch.launch(program, 1, (tensor,), 0)
+
+
+def test_a_compiled_kernel_and_no_fusion_contradict_each_other():
+    from sj_tac import TACTP
+
+    for build in (lambda: sj_tac.convert(csnn(), backend="numba", fuse=False),
+                  lambda: TACTP(conv(), None, node("lif"), backend="numba", fuse=False)):  # fmt: skip
+        with pytest.raises(BackendError, match="backend='numba' with fuse=False: the numba kernels run fused chains"):
+            build()
+
+
+def test_torch_compile_does_not_look_into_the_choice():
+    def kernel(x):
+        return x + len(registry.fastest("auto", CUDA, torch.float32)[1])
+
+    registry._SAID.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.compile(kernel, fullgraph=True, backend="eager")(torch.zeros(1))
+    assert found.item() == len(cupy_launch.problem())
+    torch.compiler.reset()
 
 
 def test_importing_starts_nothing():

@@ -55,7 +55,7 @@ SHAPES = [(2, 16, 32, 32), (3, 5, 7, 9), (1, 33, 6, 10)]
 
 
 # One k a case, in turn: every case compiles its own kernels.
-@pytest.mark.parametrize("case", enumerate(product(LAYOUTS, DTYPES, range(len(POOLS)), SHAPES)))
+@pytest.mark.parametrize("case", list(enumerate(product(LAYOUTS, DTYPES, range(len(POOLS)), SHAPES))))
 def test_shapes_layouts_dtypes_and_pools(case):
     torch.manual_seed(0)
     number, (layout, dtype, pool, shape) = case

@@ -25,9 +25,9 @@ def run(module, parameters, chunks):
 def operators(*parts):
     """The chain as TACTP, TAC binary and TAC count, with k=1."""
     for build in (
-        lambda *p: TACTP(*p, k=1),
-        lambda *p: TAC(*p, k=1),
-        lambda *p: TAC(*p, k=1, spikes="count"),
+        lambda *p: TACTP(*p, k=1, fuse=False),
+        lambda *p: TAC(*p, k=1, fuse=False),
+        lambda *p: TAC(*p, k=1, spikes="count", fuse=False),
     ):
         yield build(*(copy.deepcopy(p) for p in parts))
 

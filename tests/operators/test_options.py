@@ -54,7 +54,7 @@ def test_count_is_the_mean_of_the_steps_after_the_pool(steps, pool):
     parts = [conv(), norm(), node("if", v_reset=None, v_threshold=0.6)]
     x = frames(steps, 2, 2, 6, 6)
     count = TAC(*copy.deepcopy(parts), k, pool=copy.deepcopy(pooling), spikes="count")
-    preserve = TACTP(*copy.deepcopy(parts), k, pool=pooling)
+    preserve = TACTP(*copy.deepcopy(parts), k, pool=copy.deepcopy(pooling))
     spikes = preserve(x)
     expected = torch.stack([spikes[start : start + k].mean(0) for start in range(0, steps, k)])
     torch.testing.assert_close(count(x), expected)
