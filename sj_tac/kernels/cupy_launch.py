@@ -67,6 +67,24 @@ def _value(argument: cuda.Argument) -> Any:
     return argument
 
 
+class _CurrentStream:
+    """torch's current stream, in the protocol by which CUDA libraries hand streams to one another."""
+
+    def __init__(self, device: int) -> None:
+        self.handle = torch.cuda.current_stream(device).cuda_stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+def _stream(cupy: Any, device: int) -> Any:
+    current = _CurrentStream(device)
+    # CuPy 14 deprecates ExternalStream, which is all that 13 has.
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(current)
+    return cupy.cuda.ExternalStream(current.handle, device_id=device)
+
+
 def launch(program: cuda.Program, blocks: int, arguments: Sequence[cuda.Argument], shared: int) -> None:
     """Run a program on torch's current stream of the device where its tensors are.
 
@@ -76,10 +94,9 @@ def launch(program: cuda.Program, blocks: int, arguments: Sequence[cuda.Argument
     import cupy
 
     index = next(a.device.index for a in arguments if isinstance(a, Tensor))
-    stream = torch.cuda.current_stream(index).cuda_stream
     values = tuple(_value(a) for a in arguments)
     try:
-        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream, device_id=index):
+        with cupy.cuda.Device(index), _stream(cupy, index):
             _kernel(program, index)((blocks,), (program.block,), values, shared_mem=shared)
     except Exception as error:
         raise BackendError(

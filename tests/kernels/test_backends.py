@@ -117,8 +117,10 @@ def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
         net(torch.rand(4, 1, 2, 8, 8))
 
 
-def test_a_launch_that_fails_says_what_and_where(machine):
-    """CuPy's errors reach the user with the kernel, the device and a way out."""
+@pytest.mark.parametrize("generation", [13, 14])
+def test_a_launch_that_fails_says_what_and_where(machine, generation):
+    """CuPy's errors reach the user with the kernel, the device and a way out; streams are those of either CuPy."""
+    streams = []
 
     class Nothing:
         def __init__(self, *_, **__):
@@ -131,15 +133,22 @@ def test_a_launch_that_fails_says_what_and_where(machine):
             return False
 
     module = cupy(error=RuntimeError("CUDA_ERROR_INVALID_VALUE"))
-    module.cuda = types.SimpleNamespace(Device=Nothing, ExternalStream=Nothing)
+
+    def stream(handed, device_id=None):
+        streams.append(handed if generation == 13 else handed.__cuda_stream__()[1])
+        return Nothing()
+
+    offered = types.SimpleNamespace(from_external=stream) if generation == 14 else types.SimpleNamespace()
+    module.cuda = types.SimpleNamespace(Device=Nothing, Stream=offered, ExternalStream=stream)
     machine.setitem(sys.modules, "cupy", module)
-    machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=0))
+    machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
     from sj_tac.kernels import cuda_program
 
     tensor = torch.empty(1, device="meta")
     program = cuda_program.program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
     with pytest.raises(BackendError, match=r"aggregate_forward failed on cuda:None .*INVALID_VALUE; backend=\"reference\""):
         cupy_launch.launch(program, 1, (tensor,), 0)
+    assert streams == [7]
 
 
 def test_a_compiled_kernel_and_no_fusion_contradict_each_other():
