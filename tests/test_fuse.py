@@ -14,7 +14,7 @@ from support import ZOO, awake, conv, csnn, frames, node, norm, recorded, zoo
 from torch import nn
 
 import sj_tac
-from sj_tac.kernels import ops
+from sj_tac.kernels import ops_fire
 from sj_tac.swapped import SharedDriveConv2d
 
 
@@ -33,10 +33,10 @@ def tasks():
 def test_real_data_spike_for_spike(tasks, which, policy, k):
     net, x = tasks[which]
     unfused, fused = both(net, policy, k)
-    before = ops.RUNS["fire", "numba"]
+    before = ops_fire.RUNS["fire", "numba"]
     with torch.no_grad():
         expected, got = unfused(x), fused(x)
-    assert ops.RUNS["fire", "numba"] == before + len(sj_tac.report(fused).converted)
+    assert ops_fire.RUNS["fire", "numba"] == before + len(sj_tac.report(fused).converted)
     assert expected.mean() > 0.01
     # The folded BatchNorm changes last bits of the drive: a spike may tip over at the threshold, one in a million.
     assert (expected != got).float().mean() <= 1e-6 * x.shape[0]

@@ -20,7 +20,7 @@ NO_POOL, MAX_POOL, AVG_POOL = range(3)
 
 
 class Fire:
-    """One call: shapes, layout and numbers that forward and backward share. Arguments as ``ops.fire``."""
+    """One call: shapes, layout and numbers that forward and backward share. Arguments as ``ops_fire.fire``."""
 
     def __init__(
         self, y: Tensor, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None, linear: Tensor | None,

@@ -115,17 +115,17 @@ def operands(
 
 def run_numba(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """The compiled kernels for the CPU; half drives run in float32, and what comes out is half again."""
-    from sj_tac.kernels import ops
+    from sj_tac.kernels import ops_fire
 
-    out, v = ops.fire(*operands(y.to(reference.accumulation_dtype(y.dtype)), *arguments))
+    out, v = ops_fire.fire(*operands(y.to(reference.accumulation_dtype(y.dtype)), *arguments))
     return out.to(y.dtype), v
 
 
 def run_cupy(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """The CUDA kernels, which read and write half themselves."""
-    from sj_tac.kernels import ops
+    from sj_tac.kernels import ops_fire
 
-    out: tuple[Tensor, Tensor] = ops.fire(*operands(y, *arguments))
+    out: tuple[Tensor, Tensor] = ops_fire.fire(*operands(y, *arguments))
     return out
 
 

@@ -10,7 +10,7 @@ from test_fire import POOLS, space
 
 from sj_tac import host
 from sj_tac.functional import fire
-from sj_tac.kernels import cuda_aggregate, ops
+from sj_tac.kernels import cuda_aggregate, ops_fire
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels.cuda_fire import Fire
 
@@ -41,10 +41,10 @@ def on_the_cpu(monkeypatch):
 
     def call(arguments):
         y = arguments[0]
-        return Fire(*arguments, ops.pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
+        return Fire(*arguments, ops_fire.pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
 
     monkeypatch.setattr(kernels, "choose", lambda backend, *_: (backend, ""))
-    monkeypatch.setattr(ops, "fire", Operator.apply)
+    monkeypatch.setattr(ops_fire, "fire", Operator.apply)
 
 
 def run(backend, y, spiking, k, options):

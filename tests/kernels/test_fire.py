@@ -15,7 +15,7 @@ from support import NEURONS, node
 from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.functional import fire
-from sj_tac.kernels import ops
+from sj_tac.kernels import ops_fire
 
 TESTS = Path(__file__).resolve().parents[1]
 POOLS = [
@@ -85,9 +85,9 @@ def test_numba_is_the_reference(case):
         emitted = groups if case["merge"] else case["steps"]
         options |= {"weights": torch.rand(emitted).to(wide), "group": case["group"]}
     expected = run("reference", y, spiking, case["k"], options)
-    before = ops.RUNS["fire", "numba"]
+    before = ops_fire.RUNS["fire", "numba"]
     got = run("numba", y, spiking, case["k"], options)
-    assert ops.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
+    assert ops_fire.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
     assert got[0].dtype == case["dtype"]
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
@@ -167,9 +167,11 @@ def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
 def test_opcheck(pool, group, merge, monkeypatch):
     """torch's own checks of schema, fake kernels, autograd registration and AOT dispatch, on calls as fire makes them."""
     calls = []
-    operators = {"fire": ops.fire, "fire_backward": ops.fire_backward}
+    operators = {"fire": ops_fire.fire, "fire_backward": ops_fire.fire_backward}
     for name, operator in operators.items():
-        monkeypatch.setattr(ops, name, lambda *a, name=name, operator=operator: (calls.append((name, a)), operator(*a))[1])
+        monkeypatch.setattr(
+            ops_fire, name, lambda *a, name=name, operator=operator: (calls.append((name, a)), operator(*a))[1]
+        )
     torch.manual_seed(0)
     y = torch.randn(3, 2, 2, 4, 4, requires_grad=True)
     weights = torch.rand(3 if merge else 5, requires_grad=True) if group else None
@@ -212,9 +214,9 @@ def test_gradcheck_where_the_map_is_differentiable():
 def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
     y = torch.randn(2, 1, 2, 6, 6)
     rect = node("lif", surrogate_function=surrogate.Rect(), v_threshold=0.3)
-    before = ops.RUNS["fire", "numba"]
+    before = ops_fire.RUNS["fire", "numba"]
     assert torch.equal(fire(y, rect)[0], rect(y))
-    assert ops.RUNS["fire", "numba"] == before
+    assert ops_fire.RUNS["fire", "numba"] == before
     with pytest.raises(BackendError, match=r"no derivative of surrogate Rect, only of Sigmoid, ATan.*backend=\"auto\""):
         fire(y, rect, backend="numba")
     with pytest.raises(BackendError, match="do not pool with this MaxPool2d's options"):
