@@ -15,8 +15,8 @@ from sj_tac.kernels.numba_tiles import following, geometry, load, locate, store
 # As in numba_forward: slots of a tile, and where what lies in the buffer, four corners each.
 TILE = 256
 SPAN = 4 * TILE
-X, V, CARRY, GX, GS, SG, Y, FIRED = (i * SPAN for i in range(8))
-REGIONS = 8
+X, V, CARRY, GX, GS, SG, Y, FIRED, BEGIN = (i * SPAN for i in range(9))
+REGIONS = 9
 
 
 @lean()
@@ -161,6 +161,7 @@ def backward(
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
+    none = scale[:0]
     b, h = np.zeros(REGIONS * SPAN, y.dtype), np.zeros((steps, SPAN), y.dtype)
     for chunk in range(begin, end):
         limit = min((chunk + 1) * chunk_slots, emitted)
@@ -171,23 +172,29 @@ def backward(
             full = (corners - 1) * TILE + n
             if n < capacity:
                 b[:] = zero
-            if v0.size:
-                load(v0, 0, tile, stop, b, V, TILE, None, None, shape, slots, last)
-            else:
-                b[V : V + SPAN] = rest
+            b[V : V + SPAN] = rest
+            # One call in a loop instead of two: the compiler copies `load` into every place that calls it.
+            for which in range(2):
+                if which or v0.size:
+                    source, at = (gv, CARRY) if which else (v0, V)
+                    load(source, 0, tile, stop, b, at, TILE, none, none, shape, slots, last)
+            if need_linear:
+                for i in range(SPAN):
+                    b[BEGIN + i] = b[V + i] - rest
             t = 0
             for g in range(lengths.size):
                 load(y, g * size, tile, stop, b, X, TILE, scale, shift, shape, slots, last)
                 for _ in range(lengths[g]):
                     _recompute_any(b, full, h, t, mode, tau, rest, threshold, low, high, linear[g, 0], linear[g, 1])
                     t += 1
-            load(gv, 0, tile, stop, b, CARRY, TILE, None, None, shape, slots, last)
             for g in range(lengths.size - 1, -1, -1):
                 beta, gamma = linear[g, 0], linear[g, 1]
                 beta_sum, gamma_sum = zero, zero
                 b[GX : GX + SPAN] = zero
-                if need_linear:
-                    load(y, g * size, tile, stop, b, X, TILE, scale, shift, shape, slots, last)
+                for which in range(2):
+                    if (scale.size > 0) if which else need_linear:
+                        at, factor, offset = (Y, none, none) if which else (X, scale, shift)
+                        load(y, g * size, tile, stop, b, at, TILE, factor, offset, shape, slots, last)
                 for _ in range(lengths[g]):
                     t -= 1
                     w = weights[t] if weights.size else one
@@ -201,10 +208,8 @@ def backward(
                         if t:
                             _before(b, full, h, t - 1, threshold, low, high, rest)
                         else:
-                            b[V : V + SPAN] = rest
-                            if v0.size:
-                                load(v0, 0, tile, stop, b, V, TILE, None, None, shape, slots, last)
-                            b[V : V + SPAN] -= rest
+                            for i in range(SPAN):
+                                b[V + i] = b[BEGIN + i]
                         for c in range(corners):
                             at, m = np.uintp(c * TILE), np.uintp(n)
                             beta_sum += _dot(b, np.uintp(CARRY) + at, b, np.uintp(V) + at, m, zero)
@@ -213,7 +218,6 @@ def backward(
                 g_linear[chunk, g, 0] += beta_sum
                 g_linear[chunk, g, 1] += gamma_sum
                 if scale.size:
-                    load(y, g * size, tile, stop, b, Y, TILE, None, None, shape, slots, last)
                     _through_affine(b, tile, stop, shape, slots, last, scale, chunk, g_scale, g_shift, zero)
                 store(b, GX, TILE, gy, g * size, tile, stop, shape, slots, last)
             if gv0.size:
