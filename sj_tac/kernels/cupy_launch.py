@@ -91,6 +91,8 @@ def launch(program: cuda.Program, blocks: int, arguments: Sequence[cuda.Argument
     Raises:
         BackendError: it does not compile, or the device refuses it.
     """
+    if not blocks:
+        return  # an empty batch
     import cupy
 
     index = next(a.device.index for a in arguments if isinstance(a, Tensor))

@@ -176,8 +176,8 @@ def backward(
             # One call in a loop instead of two: the compiler copies `load` into every place that calls it.
             for which in range(2):
                 if which or v0.size:
-                    source, at = (gv, CARRY) if which else (v0, V)
-                    load(source, 0, tile, stop, b, at, TILE, none, none, shape, slots, last)
+                    source, region = (gv, CARRY) if which else (v0, V)
+                    load(source, 0, tile, stop, b, region, TILE, none, none, shape, slots, last)
             if need_linear:
                 for i in range(SPAN):
                     b[BEGIN + i] = b[V + i] - rest
@@ -193,8 +193,8 @@ def backward(
                 b[GX : GX + SPAN] = zero
                 for which in range(2):
                     if (scale.size > 0) if which else need_linear:
-                        at, factor, offset = (Y, none, none) if which else (X, scale, shift)
-                        load(y, g * size, tile, stop, b, at, TILE, factor, offset, shape, slots, last)
+                        region, factor, offset = (Y, none, none) if which else (X, scale, shift)
+                        load(y, g * size, tile, stop, b, region, TILE, factor, offset, shape, slots, last)
                 for _ in range(lengths[g]):
                     t -= 1
                     w = weights[t] if weights.size else one

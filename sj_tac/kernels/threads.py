@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,21 @@ _STARTED_IN: list[int] = []
 ALONE = 20_000
 
 
+@cache
+def _layer() -> str:
+    from numba.np.ufunc import parallel
+
+    parallel._launch_threads()  # type: ignore[no-untyped-call]
+    _STARTED_IN.append(os.getpid())
+    return str(parallel.threading_layer())  # type: ignore[no-untyped-call]
+
+
 def are_safe() -> bool:
     """Whether Numba's threads may be used: not by a forked child (OpenMP), nor where Numba has only its own work queue.
 
     Both would end the process: the one when a forked worker enters, the other when two Python threads do.
     """
-    from numba.np.ufunc import parallel
-
-    if not _STARTED_IN:
-        parallel._launch_threads()  # type: ignore[no-untyped-call]
-        _STARTED_IN.append(os.getpid())
-    layer = parallel.threading_layer()  # type: ignore[no-untyped-call]
+    layer = _layer()
     return _STARTED_IN[0] == os.getpid() and layer != "workqueue"
 
 
@@ -69,7 +74,16 @@ def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None 
     return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]], dtype=dtype).movedim(-1, -3)
 
 
+# Stands for "none" in a kernel's arguments, by dtype.
+_NONE: dict[torch.dtype, np.ndarray[Any, Any]] = {
+    torch.float32: np.empty(0, np.float32),
+    torch.float64: np.empty(0, np.float64),
+}
+
+
 def vector(x: Tensor | None, like: Tensor) -> np.ndarray:
     """The numbers of a small tensor in the dtype of ``like``; none for None."""
-    array: np.ndarray = (like.new_empty(0) if x is None else x.detach().to(like.dtype)).contiguous().numpy()
+    if x is None:
+        return _NONE[like.dtype]
+    array: np.ndarray = x.detach().to(like.dtype).contiguous().numpy()
     return array
