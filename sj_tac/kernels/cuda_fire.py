@@ -168,7 +168,7 @@ class Fire:
         block = 128
         while block > 32 and self.steps * block * 4 > cuda.SHARED:
             block //= 2
-        rounds = min(8, -(-self.emitted // block))
+        rounds = max(1, min(8, -(-self.emitted // block)))
         blocks = -(-self.emitted // (block * rounds))
         partial = torch.empty(blocks, self.steps, dtype=torch.float32, device=self.y.device)
         program = cuda.program("fire_pool_weights", BLOCK=block, WIDTH_V=1, **self.common, **self.pool_macros())
