@@ -14,6 +14,7 @@ from support import ZOO, awake, conv, csnn, frames, node, norm, recorded, zoo
 from torch import nn
 
 import sj_tac
+from sj_tac.fusion import Fusion
 from sj_tac.kernels import ops_fire
 from sj_tac.swapped import SharedDriveConv2d
 
@@ -42,6 +43,27 @@ def test_real_data_spike_for_spike(tasks, which, policy, k):
     assert (expected != got).float().mean() <= 1e-6 * x.shape[0]
     assert {v.kernel for v in sj_tac.report(fused).converted} == {"numba, fused"}
     assert {v.kernel for v in sj_tac.report(unfused).converted} == {"reference"}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_net_in_channels_last_stays_in_it(tasks, k):
+    """Between the chains nothing is copied into the other format, and the spikes are those of the unfused net in it."""
+    net, x = tasks[0]  # 28 x 28 and 14 x 14; pools that cut a row off an odd map hand on contiguous frames
+    unfused, fused = both(copy.deepcopy(net).to(memory_format=torch.channels_last), "preserve", k)
+    seen = []
+    original = Fusion.fire
+
+    def fire(self, y):
+        out = original(self, y)
+        seen.append([t.flatten(0, 1).is_contiguous(memory_format=torch.channels_last) for t in (y, out)])
+        return out
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fusion, "fire", fire)
+        expected, got = unfused(x), fused(x)
+    assert seen == [[True, True]] * len(sj_tac.report(fused).converted)
+    assert expected.mean() > 0.01
+    assert (expected != got).float().mean() <= 1e-6 * x.shape[0]
 
 
 @pytest.mark.parametrize("which", [0, 1])
