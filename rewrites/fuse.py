@@ -10,6 +10,7 @@ from torch import fx, nn
 from rewrites.chains import Chain, data_users, module_calls
 from rewrites.timeaxis import Layout
 from sj_tac import host
+from sj_tac.errors import BackendError
 from sj_tac.fusion import Fusion
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import registry
@@ -89,6 +90,11 @@ def fuse(
         if isinstance(place, FiringPlace) and not place.emit_mean and (pool is None or pool not in places):
             # The mean is taken at a MaxPool further on: this chain stays as it is.
             layout.unfused[name] = "its MaxPool does not follow the neuron directly"
+            if backend in registry.COMPILED:
+                raise BackendError(
+                    f"backend={backend!r}: layer {name!r} cannot run as one operator: {layout.unfused[name]}; use "
+                    'backend="auto", which runs it unfused, or mode: preserve for this layer'
+                )
             continue
         weight = next(conv.parameters())
         # A net that is to run on the GPU may be converted before it is moved there.

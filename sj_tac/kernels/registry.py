@@ -12,7 +12,8 @@ from sj_tac.kernels import reference
 NUMBA, CUPY = "numba", "cupy"
 # Reasons for falling back that the user has been told.
 _SAID: set[str] = set()
-AVAILABLE = (reference.NAME, NUMBA, CUPY)
+COMPILED = (NUMBA, CUPY)
+AVAILABLE = (reference.NAME, *COMPILED)
 
 
 def choose(backend: str, fuse: bool = True) -> str:
@@ -21,7 +22,7 @@ def choose(backend: str, fuse: bool = True) -> str:
     Raises:
         BackendError: there is no such backend, or it is a compiled one and nothing is to be fused.
     """
-    if not fuse and backend in (NUMBA, CUPY):
+    if not fuse and backend in COMPILED:
         raise BackendError(
             f"backend={backend!r} with fuse=False: the {backend} kernels run fused chains, unfused ones are plain PyTorch; "
             'leave fuse=True, or take backend="reference"'

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from support import conv, csnn, node
+from spikingjelly.activation_based import layer
+from support import conv, csnn, node, norm
 
 import sj_tac
 from sj_tac.errors import BackendError, BackendFallbackWarning
@@ -158,6 +159,15 @@ def test_a_compiled_kernel_and_no_fusion_contradict_each_other():
                   lambda: TACTP(conv(), None, node("lif"), backend="numba", fuse=False)):  # fmt: skip
         with pytest.raises(BackendError, match="backend='numba' with fuse=False: the numba kernels run fused chains"):
             build()
+
+
+def test_a_named_kernel_refuses_a_chain_that_cannot_be_fused():
+    """The mean of a count is taken at a MaxPool that a Dropout keeps away from the neuron: such a chain runs unfused."""
+    rest = [layer.Dropout(0.3, step_mode="m"), layer.MaxPool2d(2, step_mode="m")]
+    net = torch.nn.Sequential(conv(), norm(), node("lif"), *rest).eval()
+    with pytest.raises(BackendError, match="backend='numba': layer '0' cannot run as one operator: its MaxPool does not"):
+        sj_tac.convert(net, "collapse", 2, backend="numba")
+    assert sj_tac.report(sj_tac.convert(net, "collapse", 2))["0"].kernel == "reference"
 
 
 def test_torch_compile_does_not_look_into_the_choice():
