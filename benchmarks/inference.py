@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from datetime import date
+from typing import Any
 
 import torch
-from rich.console import Console
 from spikingjelly.activation_based import functional
 from spikingjelly.activation_based.functional import conv_bn_fusion
 from torch import Tensor, nn
@@ -38,11 +37,11 @@ def configurations(net: nn.Module, x: Tensor, compiled: bool) -> dict[str, nn.Mo
 @torch.no_grad()
 def main() -> None:
     options = measure.arguments(__doc__ or "", list(nets.CASES))
-    console, results = Console(width=110), {}
-    for name in options.net:
+
+    def measured(name: str) -> tuple[Tensor, list[dict[str, Any]]]:
         net, x = nets.make(name)
 
-        def timed(module: nn.Module, x: Tensor = x) -> None:
+        def timed(module: nn.Module) -> None:
             functional.reset_net(module)
             module(x)
 
@@ -51,10 +50,9 @@ def main() -> None:
         runs |= measure.floors(net, x, (1, 2, 4, 8))
         seconds = measure.interleaved(runs, options.rounds, name)
         memory = {label: {"peak MB": measure.peak_megabytes(run)} for label, run in runs.items()}
-        results[name] = measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], memory)
-        measure.table(f"{name}, input {list(x.shape)}", results[name], console)
-    path = options.out or measure.RESULTS / f"inference-cpu-{date.today().isoformat()}.json"
-    console.print(f"Written: {measure.save(path, 'inference', results, options.rounds)}")
+        return x, measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], memory)
+
+    measure.report(options, "inference", measured)
 
 
 if __name__ == "__main__":

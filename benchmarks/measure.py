@@ -169,6 +169,16 @@ def rows(seconds: dict[str, list[float]], host: list[str], more: dict[str, dict[
     return out
 
 
+def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tuple[Tensor, list[dict[str, Any]]]]) -> None:
+    """``measured(net)`` -> (input, rows) for every net that is wanted: as tables, JSON and PNG."""
+    console, results = Console(width=110), {}
+    for name in options.net:
+        x, results[name] = measured(name)
+        table(f"{name}, input {list(x.shape)}", results[name], console)
+    path = options.out or RESULTS / f"{kind}-cpu-{date.today().isoformat()}.json"
+    console.print(f"Written: {save(path, kind, results, options.rounds)}")
+
+
 def save(path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int) -> Path:
     """All tables with the machine, as JSON beside a PNG of the ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)

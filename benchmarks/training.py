@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from datetime import date
 from typing import Any
 
 import torch
-from rich.console import Console
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
@@ -42,8 +40,8 @@ def saved_megabytes(module: nn.Module, x: Tensor) -> float:
 
 def main() -> None:
     options = measure.arguments(__doc__ or "", list(nets.CASES))
-    console, results = Console(width=110), {}
-    for name in options.net:
+
+    def measured(name: str) -> tuple[Tensor, list[dict[str, Any]]]:
         net, x = nets.make(name)
         # Eval mode: BatchNorm frozen and dropout off, for everybody alike.
         found: dict[str, nn.Module] = {}
@@ -64,10 +62,9 @@ def main() -> None:
             eager = label in found and not label.startswith(COMPILED)
             saved = round(saved_megabytes(found[label], x)) if eager else None
             more[label] = {"saved MB": saved, "peak MB": measure.peak_megabytes(run)}
-        results[name] = measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], more)
-        measure.table(f"{name}, input {list(x.shape)}", results[name], console)
-    path = options.out or measure.RESULTS / f"training-cpu-{date.today().isoformat()}.json"
-    console.print(f"Written: {measure.save(path, 'training', results, options.rounds)}")
+        return x, measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], more)
+
+    measure.report(options, "training", measured)
 
 
 if __name__ == "__main__":

@@ -96,11 +96,7 @@ def fuse(
                     'backend="auto", which runs it unfused, or mode: preserve for this layer'
                 )
             continue
-        weight = next(conv.parameters())
-        # A net that is to run on the GPU may be converted before it is moved there.
-        elsewhere = weight.device.type == "meta" or (backend == registry.CUPY and weight.device.type == "cpu")
-        device = None if elsewhere else weight.device
-        kernel, problem = kernels.choose(backend, node, pool, device, weight.dtype)
+        kernel, problem = kernels.plan(backend, node, pool, next(conv.parameters()))
         layout.kernels[name], layout.unfused[name] = kernel, problem
         fusions[name] = Fusion(drive.timeline, conv, norm, node, pool, backend=backend)
         if pool is not None and pool not in places:

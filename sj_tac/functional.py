@@ -131,7 +131,7 @@ def fire(
     """BatchNorm affine -> ``k`` neuron steps on each drive -> pool -> weighted sums, in one pass over ``y``.
 
     Args:
-        y: drives [G, N, C, H, W], before the BatchNorm. Half inputs run in float32, and spikes come back in half.
+        y: drives [G, N, C, H, W], before the BatchNorm. Half inputs are computed in float32, and spikes come back in half.
         node: a LIFNode, IFNode or ParametricLIFNode; its state is neither read nor written.
         k, steps: steps on each drive, and in all (default G * k); the last drive gets what is left.
         v: voltages [N, C, H, W]; default: at rest.
@@ -162,5 +162,5 @@ def fire(
     wide = reference.accumulation_dtype(y.dtype)
     linear = merged_steps(node, lengths, normalize, wide, y.device) if merge else None
     v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))
-    result: tuple[Tensor, Tensor] = kernels.RUNNERS[kernel](y, node, v, lengths, linear, scale, shift, pool, weights, group)
-    return result
+    call = kernels.Call(y, node, v, lengths, linear, scale, shift, pool, weights, group)
+    return kernels.RUNNERS[kernel](call)

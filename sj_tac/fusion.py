@@ -127,10 +127,9 @@ class Fusion:
         elif torch.compiler.is_compiling():
             return self._sums(None, wide)
         if key not in self._constants:
-            # Made once: on a GPU a copy from the host in every call would wait for it, and not go into a CUDA graph.
+            # The tensor is held by reference.constant; here it is the groups' arithmetic that is done once.
             self._constants.clear()
-            with torch.inference_mode(False):
-                self._constants[key] = self._sums(chain, wide)
+            self._constants[key] = self._sums(chain, wide)
         return self._constants[key]
 
     def _sums(self, chain: Fusion | None, wide: torch.dtype) -> tuple[Tensor | None, int]:

@@ -130,7 +130,7 @@ def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor
 
 
 def charge_mode(node: Any, merged: bool) -> int:
-    """How a fused kernel orders the operations of the charge, so that its spikes are the host's (kernels/numba_cpu.py)."""
+    """How a fused kernel orders the operations of the charge, so that its spikes are the host's (kernels/numba_steps.py)."""
     if merged:
         return 5
     if isinstance(node, neuron.ParametricLIFNode):

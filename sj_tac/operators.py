@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import ConversionError, PolicyError
+from sj_tac.errors import BackendError, ConversionError, PolicyError
 from sj_tac.fusion import Fusion
 from sj_tac.kernels import fire as fire_kernels
 from sj_tac.kernels import reference, registry
@@ -175,10 +175,13 @@ class _Operator(nn.Module):
         """Let the modules leave their work to ``fire``, where its pool or none is theirs."""
         pool = self.pool if isinstance(self.pool, host.FUSED_POOLS) and host.pool_window(self.pool) else None
         if pool is None and not self.neuron._tac.emit_mean:
-            return  # the mean is taken at a MaxPool that fire does not know
-        weight = self.conv.weight
-        device = None if backend == registry.CUPY and weight.device.type == "cpu" else weight.device
-        fire_kernels.choose(backend, self.neuron, pool, device, weight.dtype)
+            if backend in registry.COMPILED:
+                raise BackendError(
+                    f"{type(self).__name__}: backend={backend!r}: the mean of a frame's steps is taken at a "
+                    f'{type(self.pool).__name__} whose options the compiled kernels do not know; use backend="auto"'
+                )
+            return
+        fire_kernels.plan(backend, self.neuron, pool, self.conv.weight)
         fusion = Fusion(self._timeline, self.conv, self.norm, self.neuron, pool, backend=backend)
         if pool is not None and not is_swapped(pool):
             absorb(Swap(pool, Place(self._timeline, place.out)))

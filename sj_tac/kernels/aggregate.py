@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import BackendError
-from sj_tac.kernels import reference, registry
+from sj_tac.kernels import ops_aggregate, reference, registry
 
 run_reference = reference.aggregate
 
@@ -35,8 +35,6 @@ def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[floa
 
 def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
     """The compiled kernel, through the torch operator ``sj_tac::aggregate``. Arguments as ``reference.aggregate``."""
-    from sj_tac.kernels import ops_aggregate
-
     chosen, group = _flat(frames, weights, tail)
     summed: Tensor = ops_aggregate.aggregate(frames.to(chosen.dtype), chosen, group)
     return summed.to(frames.dtype)
@@ -44,8 +42,6 @@ def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[
 
 def run_cupy(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
     """The CUDA kernel, which reads and writes half itself."""
-    from sj_tac.kernels import ops_aggregate
-
     summed: Tensor = ops_aggregate.aggregate(frames, *_flat(frames, weights, tail))
     return summed
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels import cuda_program as cuda
+from sj_tac.kernels.ops_fire import AVG_POOL, MAX_POOL, pooled_size
 from sj_tac.kernels.threads import empty, is_channels_last
 
 # launch(program, blocks, arguments, bytes of shared memory)
 Launch = Callable[[cuda.Program, int, Sequence[cuda.Argument], int], None]
-NO_POOL, MAX_POOL, AVG_POOL = range(3)
 
 
 class Fire:
@@ -26,7 +26,7 @@ class Fire:
         self, y: Tensor, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None, linear: Tensor | None,
         q: Tensor | None, weights: Tensor | None, lengths: Sequence[int], mode: int, tau: float, decay: float, gain: float,
         rest: float, threshold: float, hard: bool, detach: bool, surrogate: int, alpha: float, pool: int,
-        window: Sequence[int], group: int, out_size: tuple[int, int],
+        window: Sequence[int], group: int,
     ) -> None:  # fmt: skip
         self.last = is_channels_last(y)
         self.y = cuda.dense(y, self.last, y.dtype)
@@ -41,6 +41,7 @@ class Fire:
         self.general = bool(pool) and not self.windows
         self.hard = hard
         self.frame = self.n * self.c * self.height * self.width
+        out_size = pooled_size(self.height, self.width, pool, window)
         self.out_shape = [-(-self.steps // group) if weights is not None else self.steps, self.n, self.c, *out_size]
         self.emitted = self.n * self.c * out_size[0] * out_size[1]
         self.words = -(-self.steps // 32)
@@ -154,9 +155,9 @@ class Fire:
         arguments = (at, self.call, np.int32(rounds), np.int32(parts))
         launch(cuda.program(name, **macros), blocks, arguments, shared)
         if self.last:
-            g_scale, g_shift = cuda.total(channels, (2, parts, self.c), (1,)).unbind()
+            g_scale, g_shift = channels.sum(1).unbind()
         else:
-            g_scale, g_shift = cuda.total(channels, (2, self.n, self.c, parts * width), (1, 3)).unbind()
+            g_scale, g_shift = channels.view(2, self.n, self.c, parts * width).sum((1, 3)).unbind()
         if by_weight is not None:
             g_weights = by_weight.sum(0)
         return gy, g_scale, g_shift, gv0, None if by_linear is None else by_linear.sum(0).view(-1, 2), g_weights

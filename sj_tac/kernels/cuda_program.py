@@ -5,7 +5,6 @@ Nothing here needs a GPU or CuPy: a program is text, and a call is numbers and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -137,8 +136,3 @@ def tally(block: int, sums: int, blocks: int, device: torch.device) -> tuple[Ten
     if size <= SHARED:
         return None, size
     return torch.empty(blocks * sums * block, dtype=torch.float32, device=device), block * 4
-
-
-def total(partial: Tensor, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """Partial sums added up: in one order, so the same in every run."""
-    return partial.view(*shape).sum(list(dims))

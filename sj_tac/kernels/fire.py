@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import BackendError
-from sj_tac.kernels import reference, registry
+from sj_tac.kernels import ops_fire, reference, registry
 
 
 def kernel_problem(node: nn.Module, pool: nn.Module | None) -> str:
@@ -42,28 +43,46 @@ def choose(
     return (reference.NAME if problem else fastest), problem
 
 
-def run_reference(
-    y: Tensor,
-    node: Any,
-    v0: Tensor | None,
-    lengths: Sequence[int],
-    linear: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    pool: nn.Module | None,
-    weights: Tensor | None,
-    group: int,
-) -> tuple[Tensor, Tensor]:
-    """The definition in plain PyTorch; ``linear`` [G, 2] makes every drive one merged step."""
+def plan(backend: str, node: nn.Module, pool: nn.Module | None, weight: Tensor) -> tuple[str, str]:
+    """``choose`` for a chain that is not running yet, by its conv's weight."""
+    # A net that is to run on the GPU may be converted before it is moved there.
+    elsewhere = weight.device.type == "meta" or (backend == registry.CUPY and weight.device.type == "cpu")
+    return choose(backend, node, pool, None if elsewhere else weight.device, weight.dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``fire``, whichever kernel runs it: arguments as ``functional.fire``, checked.
+
+    Attributes:
+        v: voltages, or None at rest; v, scale, shift, weights in the accumulation dtype of y.
+        lengths: steps on each drive; linear: [G, 2], beta and gamma that make every drive one merged step, or None.
+    """
+
+    y: Tensor
+    node: Any
+    v: Tensor | None
+    lengths: Sequence[int]
+    linear: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    pool: nn.Module | None
+    weights: Tensor | None
+    group: int
+
+
+def run_reference(call: Call) -> tuple[Tensor, Tensor]:
+    """The definition in plain PyTorch."""
+    y, node, pool, weights, group = call.y, call.node, call.pool, call.weights, call.group
     narrow, y = y.dtype, y.to(reference.accumulation_dtype(y.dtype))
-    v0 = torch.full_like(y[0], host.resting_voltage(node)) if v0 is None else v0
-    if scale is not None and shift is not None:
-        y = y * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
-    if linear is None:
-        spikes, v = host.steps_on(node, reference.repeat(y, lengths), v0)
+    v = torch.full_like(y[0], host.resting_voltage(node)) if call.v is None else call.v
+    if call.scale is not None and call.shift is not None:
+        y = y * call.scale.view(-1, 1, 1) + call.shift.view(-1, 1, 1)
+    if call.linear is None:
+        spikes, v = host.steps_on(node, reference.repeat(y, call.lengths), v)
     else:
-        rest, v, fired = host.resting_voltage(node), v0, []
-        for drive, (beta, gamma) in zip(y, linear, strict=True):
+        rest, fired = host.resting_voltage(node), []
+        for drive, (beta, gamma) in zip(y, call.linear, strict=True):
             spike, v = host.fire_and_reset(node, rest + beta * (v - rest) + gamma * drive)
             fired.append(spike)
         spikes = torch.stack(fired)
@@ -76,19 +95,9 @@ def run_reference(
     return torch.cat(sums).to(narrow), v
 
 
-def operands(
-    y: Tensor,
-    node: Any,
-    v0: Tensor | None,
-    lengths: Sequence[int],
-    linear: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    pool: nn.Module | None,
-    weights: Tensor | None,
-    group: int,
-) -> tuple[Any, ...]:
+def operands(call: Call) -> tuple[Any, ...]:
     """What the torch operator ``sj_tac::fire`` is called with; the neuron's own numbers in float32 for half drives."""
+    y, node, pool, linear, lengths = call.y, call.node, call.pool, call.linear, call.lengths
     wide = reference.accumulation_dtype(y.dtype)
     spec = host.fused_surrogate(node)
     window = (1, 1, 1, 1, 0, 0) if pool is None else host.pool_window(pool)
@@ -105,27 +114,27 @@ def operands(
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
         mode, tau = mode + 2, 1 / tau
     w = getattr(node, "w", None)
-    kind = 0 if pool is None else (1 if isinstance(pool, nn.MaxPool2d) else 2)
+    kind = ops_fire.NO_POOL
+    if pool is not None:
+        kind = ops_fire.MAX_POOL if isinstance(pool, nn.MaxPool2d) else ops_fire.AVG_POOL
     return (
-        y, scale, shift, v0, linear, None if w is None else w.detach().to(wide).sigmoid(), weights,
+        y, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(), call.weights,
         [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
-        float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1], kind, list(window), group,
+        float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1], kind, list(window),
+        call.group,
     )  # fmt: skip
 
 
-def run_numba(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def run_numba(call: Call) -> tuple[Tensor, Tensor]:
     """The compiled kernels for the CPU; half drives run in float32, and what comes out is half again."""
-    from sj_tac.kernels import ops_fire
+    wide = reference.accumulation_dtype(call.y.dtype)
+    out, v = ops_fire.fire(*operands(replace(call, y=call.y.to(wide))))
+    return out.to(call.y.dtype), v
 
-    out, v = ops_fire.fire(*operands(y.to(reference.accumulation_dtype(y.dtype)), *arguments))
-    return out.to(y.dtype), v
 
-
-def run_cupy(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def run_cupy(call: Call) -> tuple[Tensor, Tensor]:
     """The CUDA kernels, which read and write half themselves."""
-    from sj_tac.kernels import ops_fire
-
-    out: tuple[Tensor, Tensor] = ops_fire.fire(*operands(y, *arguments))
+    out: tuple[Tensor, Tensor] = ops_fire.fire(*operands(call))
     return out
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from sj_tac.kernels.reference import accumulation_dtype
 from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
 
+# What the operator's argument ``pool`` says.
+NO_POOL, MAX_POOL, AVG_POOL = range(3)
+
 
 def pooled_size(height: int, width: int, pool: int, window: Sequence[int]) -> tuple[int, int]:
     """Height and width behind the pool; window is (kh, kw, sh, sw, ph, pw)."""
@@ -26,9 +29,9 @@ def pooled_size(height: int, width: int, pool: int, window: Sequence[int]) -> tu
 
 
 def in_tiles(y: Tensor, pool: int, window: Sequence[int]) -> bool:
-    """Whether the tile kernels run this: no pool, or MaxPool (1) of 2x2 windows that tile the map."""
+    """Whether the tile kernels run this: no pool, or MaxPool of 2x2 windows that tile the map."""
     even = y.shape[3] % 2 == 0 and y.shape[4] % 2 == 0
-    return not pool or (pool == 1 and tuple(window) == (2, 2, 2, 2, 0, 0) and even)
+    return not pool or (pool == MAX_POOL and tuple(window) == (2, 2, 2, 2, 0, 0) and even)
 
 
 def _outputs(
@@ -90,7 +93,7 @@ def fire(
         linear: [G, 2], beta and gamma of the step on each drive, or None where they are the numbers ``decay`` and ``gain``.
         q: sigmoid(w) of a PLIF, 0-dim, without gradient.
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
-        lengths: steps on each drive; mode: as ``host.charge_mode``; pool: 0 none, 1 max, 2 mean.
+        lengths: steps on each drive; mode: as ``host.charge_mode``; pool: NO_POOL, MAX_POOL or AVG_POOL.
 
     Returns:
         Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False.
@@ -238,20 +241,19 @@ def _(
 
 @fire.register_kernel("cuda")
 def _(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels import cupy_launch
+    from sj_tac.kernels import cuda_fire, cupy_launch
 
     RUNS["fire", "cupy"] += 1
-    found: tuple[Tensor, Tensor] = _on_cuda(y, *arguments).forward(cupy_launch.launch)
-    return found
+    return cuda_fire.Fire(y, *arguments).forward(cupy_launch.launch)
 
 
 @fire_backward.register_kernel("cuda")
 def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    from sj_tac.kernels import cupy_launch
+    from sj_tac.kernels import cuda_fire, cupy_launch
 
     RUNS["fire", "cupy"] += 1
     scale, shift, linear = arguments[0], arguments[1], arguments[3]
-    found = _on_cuda(y, *arguments[:-1]).backward(cupy_launch.launch, go, gv, arguments[-1])
+    found = cuda_fire.Fire(y, *arguments[:-1]).backward(cupy_launch.launch, go, gv, arguments[-1])
     gy, g_scale, g_shift, gv0, g_linear, g_weights = found
 
     def or_none(gradient: Tensor | None, wanted: bool = True) -> Tensor:
@@ -264,13 +266,6 @@ def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         gy, or_none(g_scale, scale is not None), or_none(g_shift, shift is not None), gv0 if gv0 is not None else
         or_none(None), or_none(g_linear), or_none(g_weights),
     )  # fmt: skip
-
-
-def _on_cuda(y: Tensor, *arguments: Any) -> Any:
-    from sj_tac.kernels.cuda_fire import Fire
-
-    operands = (y, *arguments, pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
-    return Fire(*operands)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -3,20 +3,16 @@
 import pytest
 import shim
 import torch
+from fire_cases import POOLS, assert_gradient_to_the_time_constant, assert_is_the_reference, build, space
 from hypothesis import HealthCheck, given, settings
 from spikingjelly.activation_based import layer
 from support import node
-from test_fire import POOLS, space
 
-from sj_tac import host
-from sj_tac.functional import fire
 from sj_tac.kernels import cuda_aggregate, ops_fire
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels.cuda_fire import Fire
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
-# As functional.fire's arguments, in the order of operands().
-NAMES = ("y", "v", "linear", "scale", "shift", "weights")
 
 
 @pytest.fixture(autouse=True)
@@ -28,80 +24,29 @@ def on_the_cpu(monkeypatch):
         def forward(ctx, *arguments):
             ctx.save_for_backward(*arguments[:7])
             ctx.options = arguments[7:]
-            return call(arguments).forward(shim.launch)
+            return Fire(*arguments).forward(shim.launch)
 
         @staticmethod
         def backward(ctx, go, gv):
-            found = call((*ctx.saved_tensors, *ctx.options)).backward(shim.launch, go, gv, ctx.needs_input_grad[4])
+            found = Fire(*ctx.saved_tensors, *ctx.options).backward(shim.launch, go, gv, ctx.needs_input_grad[4])
             gy, g_scale, g_shift, gv0, g_linear, g_weights = found
             _, scale, shift, v0, _, _, _ = ctx.saved_tensors
             g_scale, g_shift = (g if x is not None else None for g, x in ((g_scale, scale), (g_shift, shift)))
             assert (gv0 is None) == (v0 is None)
             return (gy, g_scale, g_shift, gv0, g_linear, None, g_weights, *[None] * len(ctx.options))
 
-    def call(arguments):
-        y = arguments[0]
-        return Fire(*arguments, ops_fire.pooled_size(y.shape[3], y.shape[4], arguments[-3], arguments[-2]))
-
     monkeypatch.setattr(kernels, "choose", lambda backend, *_: (backend, ""))
     monkeypatch.setattr(ops_fire, "fire", Operator.apply)
-
-
-def run(backend, y, spiking, k, options):
-    """Output, voltage and every gradient of a random linear function of both."""
-    leaves = {name: x.clone().requires_grad_() for name, x in options.items() if isinstance(x, torch.Tensor)}
-    drive = y.clone().requires_grad_()
-    spiking.zero_grad()
-    out, v = fire(drive, spiking, k, backend=backend, **{**options, **leaves})
-    generator = torch.Generator().manual_seed(1)
-    loss = (out.float() * torch.randn(out.shape, generator=generator)).sum()
-    (loss + (v * torch.randn(v.shape, generator=generator)).sum()).backward()
-    leaves |= {"y": drive, **dict(spiking.named_parameters())}
-    return out.detach(), v.detach(), {name: x.grad for name, x in leaves.items()}
-
-
-def agree(y, spiking, k, options):
-    expected, got = run("reference", y, spiking, k, options), run("cupy", y, spiking, k, options)
-    assert got[0].dtype == y.dtype
-    assert got[0].shape == expected[0].shape
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
-    assert got[2].keys() == expected[2].keys()
-    tolerance = 1e-5 if y.dtype == torch.float32 else 2e-2
-    terms = expected[2]["y"].float().abs().sum().clamp_min(1e-3)
-    for name, gradient in expected[2].items():
-        if not gradient.numel():
-            continue  # of an empty batch
-        scale = gradient.abs().max().float().clamp_min(1e-3)
-        if name not in ("y", "v"):
-            scale = torch.maximum(scale, terms / 10)  # sums whose terms cancel, see test_fire.py
-        assert ((got[2][name] - gradient).abs().max() / scale) < tolerance, name
-    return got
 
 
 # Every example compiles its programs anew, about a second each.
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(space)
 def test_cuda_is_the_reference(case):
-    torch.manual_seed(case["seed"])
-    kind, v_reset, decay_input = case["neuron"]
-    function = host.FUSED_SURROGATES[case["surrogate"]]()
-    options = {"detach_reset": case["detach_reset"], "surrogate_function": function, "v_threshold": 0.4}
-    spiking = node(kind, v_reset, decay_input, case["tau"], **options)
-    groups = -(-case["steps"] // case["k"])
-    n, c, height, width = case["shape"]
-    dtype = torch.float16 if case["dtype"] == torch.float64 else case["dtype"]
-    y = (torch.randn(groups, n, c, height, width) * 1.5).to(dtype)
-    if case["channels_last"]:
-        y = y.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (groups, n))
-    options = {"steps": case["steps"], "v": torch.randn(n, c, height, width).mul(0.2), "pool": POOLS[case["pool"]]}
-    options |= {"merge": case["merge"], "normalize": case["normalize"]}
-    if case["affine"]:
-        options |= {"scale": torch.rand(c).add(0.5), "shift": torch.randn(c).mul(0.3)}
-    if case["group"]:
-        emitted = groups if case["merge"] else case["steps"]
-        options |= {"weights": torch.rand(emitted), "group": case["group"]}
-    agree(y, spiking, case["k"], options)
+    half = torch.float16 if case["dtype"] == torch.float64 else case["dtype"]
+    launched = len(shim.LAUNCHED)
+    assert_is_the_reference("cupy", *build(case | {"dtype": half}))
+    assert {"fire_forward", "fire_backward"} <= set(shim.LAUNCHED[launched:])
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -120,27 +65,22 @@ def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, monkeypatch):
     y = torch.randn(12 * shape[0], *shape[1:]).to(dtype).contiguous(memory_format=layout).unflatten(0, (12, shape[0]))
     options = {"steps": 70, "v": torch.randn(shape).mul(0.2), "pool": pool, "weights": torch.rand(70), "group": 4}
     options |= {"scale": torch.rand(shape[1]).add(0.5), "shift": torch.randn(shape[1]).mul(0.3)}
-    got = agree(y, node("plif", v_threshold=0.4), 6, options)
+    got = assert_is_the_reference("cupy", y, node("plif", v_threshold=0.4), 6, options)
     assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("decay_input", [True, False])
 @pytest.mark.parametrize("v_reset", [None, -0.5])
 def test_gradient_to_the_time_constant(decay_input, v_reset):
-    """Few terms and a resting voltage away from zero, so that no part of the sum is lost in the tolerance."""
-    torch.manual_seed(0)
-    y, spiking = torch.randn(2, 1, 1, 2, 2), node("plif", v_reset, decay_input, 3.0, v_threshold=0.4)
-    for options in ({"v": torch.randn(1, 1, 2, 2)}, {}):
-        expected, got = (run(backend, y, spiking, 2, options) for backend in ("reference", "cupy"))
-        torch.testing.assert_close(got[2]["w"], expected[2]["w"], rtol=1e-5, atol=1e-6)
+    assert_gradient_to_the_time_constant("cupy", v_reset, decay_input)
 
 
 def test_at_rest_and_without_anything():
     torch.manual_seed(0)
-    agree(torch.randn(3, 1, 2, 5, 4), node("lif", -0.1, v_threshold=0.4), 1, {})
+    assert_is_the_reference("cupy", torch.randn(3, 1, 2, 5, 4), node("lif", -0.1, v_threshold=0.4), 1, {})
     for pool in POOLS[:3]:
         scale = {"scale": torch.ones(2), "shift": torch.ones(2), "weights": torch.rand(3), "group": 2}
-        agree(torch.randn(3, 0, 2, 6, 4), node("plif"), 1, {"pool": pool, **scale})
+        assert_is_the_reference("cupy", torch.randn(3, 0, 2, 6, 4), node("plif"), 1, {"pool": pool, **scale})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -7,100 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from fire_cases import assert_gradient_to_the_time_constant, assert_is_the_reference, build, run, space
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from spikingjelly.activation_based import layer, surrogate
 from support import NEURONS, node
 
-from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.functional import fire
 from sj_tac.kernels import ops_fire
 
 TESTS = Path(__file__).resolve().parents[1]
-POOLS = [
-    None,
-    layer.MaxPool2d(2),
-    layer.MaxPool2d(3, 2, 1),
-    layer.MaxPool2d((1, 2), (2, 1)),
-    layer.AvgPool2d(2),
-    layer.AvgPool2d((2, 3), 1, 1),
-]
-
-
-def run(backend, y, spiking, k, options):
-    """Output, voltage and every gradient of a random linear function of both."""
-    leaves = {name: x.clone().requires_grad_() for name, x in options.items() if isinstance(x, torch.Tensor)}
-    drive = y.clone().requires_grad_()
-    spiking.zero_grad()
-    out, v = fire(drive, spiking, k, backend=backend, **{**options, **leaves})
-    generator = torch.Generator().manual_seed(1)
-    loss = (out * torch.randn(out.shape, generator=generator)).sum() + (v * torch.randn(v.shape, generator=generator)).sum()
-    loss.backward()
-    leaves |= {"y": drive, **dict(spiking.named_parameters())}
-    return out.detach(), v.detach(), {name: x.grad for name, x in leaves.items()}
-
-
-space = st.fixed_dictionaries(
-    {
-        "neuron": st.sampled_from(NEURONS),
-        "tau": st.sampled_from([2.0, 1.3, 10.0]),
-        "detach_reset": st.booleans(),
-        "surrogate": st.sampled_from(range(7)),
-        "k": st.integers(1, 5),
-        "steps": st.integers(1, 11),
-        "shape": st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(3, 9), st.integers(3, 9)),
-        "pool": st.sampled_from(range(len(POOLS))),
-        "group": st.sampled_from([None, 1, 2, 3, 7]),
-        "affine": st.booleans(),
-        "merge": st.booleans(),
-        "normalize": st.booleans(),
-        "channels_last": st.booleans(),
-        "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
-        "seed": st.integers(0, 999),
-    }
-)
 
 
 @settings(max_examples=400, deadline=None)
 @given(space)
 def test_numba_is_the_reference(case):
-    torch.manual_seed(case["seed"])
-    kind, v_reset, decay_input = case["neuron"]
-    function = host.FUSED_SURROGATES[case["surrogate"]]()
-    options = {"detach_reset": case["detach_reset"], "surrogate_function": function, "v_threshold": 0.4}
-    spiking = node(kind, v_reset, decay_input, case["tau"], **options)
-    groups = -(-case["steps"] // case["k"])
-    n, c, height, width = case["shape"]
-    wide = torch.float64 if case["dtype"] == torch.float64 else torch.float32
-    spiking = spiking.to(wide)
-    y = (torch.randn(groups, n, c, height, width) * 1.5).to(case["dtype"])
-    if case["channels_last"]:
-        y = y.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (groups, n))
-    options = {"steps": case["steps"], "v": torch.randn(n, c, height, width).mul(0.2).to(wide), "pool": POOLS[case["pool"]]}
-    options |= {"merge": case["merge"], "normalize": case["normalize"]}
-    if case["affine"]:
-        options |= {"scale": torch.rand(c).add(0.5).to(wide), "shift": torch.randn(c).mul(0.3).to(wide)}
-    if case["group"]:
-        emitted = groups if case["merge"] else case["steps"]
-        options |= {"weights": torch.rand(emitted).to(wide), "group": case["group"]}
-    expected = run("reference", y, spiking, case["k"], options)
     before = ops_fire.RUNS["fire", "numba"]
-    got = run("numba", y, spiking, case["k"], options)
+    assert_is_the_reference("numba", *build(case))
     assert ops_fire.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
-    assert got[0].dtype == case["dtype"]
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
-    assert got[2].keys() == expected[2].keys()
-    tolerance = 1e-10 if wide == torch.float64 else 1e-5 if case["dtype"] == torch.float32 else 2e-2
-    terms = expected[2]["y"].abs().sum().clamp_min(1e-3)
-    for name, gradient in expected[2].items():
-        scale = gradient.abs().max().clamp_min(1e-3)
-        if name not in ("y", "v"):
-            # A sum over all frames and pixels, whose terms cancel: its rounding is relative to what is summed. float64,
-            # where it is held to 1e-10, shows that the terms are the right ones.
-            scale = torch.maximum(scale, terms / 10)
-        assert ((got[2][name] - gradient).abs().max() / scale) < tolerance, name
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40, 4, 4)])
@@ -114,15 +38,9 @@ def test_many_tiles_in_both_layouts(shape, layout, pool):
     options = {"steps": 8, "v": torch.randn(shape).mul(0.2), "pool": pool, "weights": torch.rand(8), "group": 3}
     options |= {"scale": torch.rand(channels).add(0.5), "shift": torch.randn(channels).mul(0.3)}
     spiking = node("plif", v_threshold=0.4)
-    expected, got = run("reference", y, spiking, 3, options), run("numba", y, spiking, 3, options)
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
+    got = assert_is_the_reference("numba", y, spiking, 3, options)
     assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
     assert got[1].is_contiguous(memory_format=layout)
-    terms = expected[2]["y"].abs().sum()
-    for name, gradient in expected[2].items():
-        scale = gradient.abs().max() if name in ("y", "v") else torch.maximum(gradient.abs().max(), terms / 10)
-        assert ((got[2][name] - gradient).abs().max() / scale) < 1e-5, name
     torch.set_num_threads(1)
     try:
         alone = run("numba", y, spiking, 3, options)
@@ -134,13 +52,7 @@ def test_many_tiles_in_both_layouts(shape, layout, pool):
 @pytest.mark.parametrize("decay_input", [True, False])
 @pytest.mark.parametrize("v_reset", [None, -0.5])
 def test_gradient_to_the_time_constant(decay_input, v_reset):
-    """Few terms and a resting voltage away from zero, so that no part of the sum is lost in the tolerance."""
-    torch.manual_seed(0)
-    spiking = node("plif", v_reset, decay_input, 3.0, v_threshold=0.4)
-    for v in (torch.randn(1, 1, 2, 2), None):
-        expected, got = (run(b, torch.randn(2, 1, 1, 2, 2, generator=torch.Generator().manual_seed(3)), spiking, 2,
-                             {"v": v} if v is not None else {}) for b in ("reference", "numba"))  # fmt: skip
-        torch.testing.assert_close(got[2]["w"], expected[2]["w"], rtol=1e-5, atol=1e-6)
+    assert_gradient_to_the_time_constant("numba", v_reset, decay_input)
 
 
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
