@@ -178,7 +178,7 @@ class _Operator(nn.Module):
             if backend in registry.COMPILED:
                 raise BackendError(
                     f"{type(self).__name__}: backend={backend!r}: the mean of a frame's steps is taken at a "
-                    f'{type(self.pool).__name__} whose options the compiled kernels do not know; use backend="auto"'
+                    f'{source_class(self.pool).__name__} whose options the compiled kernels do not know; use backend="auto"'
                 )
             return
         fire_kernels.plan(backend, self.neuron, pool, self.conv.weight)
