@@ -1,134 +1,228 @@
-"""Which convs are the head of a conv -> [norm] -> neuron chain, and why the others are not."""
+"""Which convs drive neurons, and why the others do not.
+
+A *drive* is what a conv hands to the neurons behind it. Several frames may share it where everything between is affine and
+treats all frames alike: a norm, an average pool, a sum with other frames (a residual), another conv. Then the neuron
+gathers from the shared drive what it would have gathered from the frames' own (docs/equations.md).
+"""
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
+from rewrites.flow import CARRIES_DRIVES, Flow, Kind, Node, module_kind, site_layer
 from sj_tac import host
 from sj_tac.report import Reason, Refusal
-
-_ADDS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_QUERIES = {"shape", "ndim", "dtype", "device", "size", "dim", "is_cuda"}
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Qualified names of the modules of one chain."""
+    """Qualified names of the modules of one chain.
+
+    Attributes:
+        conv: the conv or Linear; site: the module that is swapped, the conv itself or the container that begins with it.
+        norm: the norm behind it, where the site does not hold it.
+        between: modules between the norm and the neuron of a direct chain (average pools).
+        neurons: every neuron that the drive reaches, in the order of the forward; the first one's decay gives the weights.
+        direct: nothing but the neuron reads the drive, and nothing is added to it.
+        max_pool: a MaxPool between conv and neuron, where the shared drive is only an approximation.
+    """
 
     conv: str
+    site: str
     norm: str | None
-    neuron: str
+    between: tuple[str, ...]
+    neurons: tuple[str, ...]
+    direct: bool
+    max_pool: str | None = None
+
+    @property
+    def neuron(self) -> str:
+        return self.neurons[0]
 
 
-def data_users(node: fx.Node) -> list[fx.Node]:
-    """The users that read a node's content, not just its shape."""
-    users = []
-    for user in node.users:
-        asks = user.target == "size" or user.target == "dim" or (user.target is getattr and user.args[1] in _QUERIES)
-        if not asks:
-            users.append(user)
-    return users
+def find_chains(
+    model: nn.Module, flow: Flow, closed: Mapping[str, str], linears: bool = False
+) -> dict[str, Chain | Refusal]:
+    """A chain or the reason for none, for every conv among ``model.named_modules()``, in their order.
+
+    Args:
+        closed: modules that tracing could not look into, and why; linears: look at Linear layers too.
+    """
+    finder = _Finder(model, flow, closed)
+    wanted = [n for n, m in model.named_modules() if host.is_conv(m) or (linears and isinstance(m, nn.Linear))]
+    return {name: finder.look(name) for name in wanted}
 
 
-def module_calls(model: nn.Module, graph: fx.Graph) -> Counter[nn.Module]:
-    """How often the graph calls each module object, whatever name it goes by."""
-    return Counter(model.get_submodule(str(n.target)) for n in graph.nodes if n.op == "call_module")
+@dataclass(frozen=True)
+class _Reach:
+    """What a value leads to: neurons by the index of their node, a MaxPool on the way, or what is in the way."""
 
-
-def find_chains(model: nn.Module, graph: fx.Graph) -> dict[str, Chain | Refusal]:
-    """A chain or the reason for none, for every conv among ``model.named_modules()``, in their order."""
-    finder = _Finder(model, graph)
-    return {name: finder.look(name, module) for name, module in model.named_modules() if host.is_conv(module)}
+    neurons: tuple[int, ...] = ()
+    max_pool: str | None = None
+    problem: Refusal | None = None
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
-        self.model = model
-        self.names = {module: name for name, module in model.named_modules()}
-        self.calls = module_calls(model, graph)
-        self.nodes = {self.module(n): n for n in graph.nodes if n.op == "call_module"}
+    def __init__(self, model: nn.Module, flow: Flow, closed: Mapping[str, str]) -> None:
+        self.model, self.flow, self.closed = model, flow, closed
+        self.modules = dict(model.named_modules())
+        self.calls = flow.calls()
+        self.known: dict[int, _Reach] = {}
 
-    def module(self, node: fx.Node) -> nn.Module | None:
-        return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+    def look(self, name: str) -> Chain | Refusal:
+        conv = self.modules[name]
+        site = self.site(name)
+        if isinstance(site, Refusal):
+            return site
+        refusal = self.reject(conv, site)
+        return refusal or self.follow(name, self.flow.of(site))
 
-    def describe(self, node: fx.Node) -> str:
-        module = self.module(node)
-        if module is not None:
-            return f"{self.names[module]!r} ({type(module).__name__})"
-        if node.op == "output":
-            return "the model's output"
-        return f"{getattr(node.target, '__name__', node.target)}()"
+    def site(self, name: str) -> str | Refusal:
+        """The module that the graph calls for this conv."""
+        if self.calls[name]:
+            return name
+        parts = name.split(".")
+        for i in range(len(parts) - 1, 0, -1):
+            around = ".".join(parts[:i])
+            if not self.calls[around]:
+                continue
+            if site_layer(self.modules[around]) is self.modules[name]:
+                return around
+            label = f"it sits inside {around!r} ({type(self.modules[around]).__name__})"
+            if around in self.closed:
+                label += f", where tracing stopped ({self.closed[around]}); pass example_input="
+            return Refusal(Reason.INSIDE_LEAF, label)
+        return Refusal(Reason.NEVER_CALLED)
 
-    def look(self, name: str, conv: nn.Module) -> Chain | Refusal:
-        return self.reject(name, conv) or self.follow(name, conv)
-
-    def reject(self, name: str, conv: nn.Module) -> Refusal | None:
+    def reject(self, conv: nn.Module, site: str) -> Refusal | None:
         """What is wrong with the conv itself."""
-        if self.calls[conv] == 0:
-            around = next((m for m in self.calls if conv in list(m.modules())), None)
-            if around is not None:
-                return Refusal(Reason.INSIDE_LEAF, f"it sits inside {self.names[around]!r} ({type(around).__name__})")
-            return Refusal(Reason.NEVER_CALLED)
-        if self.calls[conv] > 1:
-            return Refusal(Reason.CALLED_TWICE, f"one forward calls it {self.calls[conv]} times")
+        if self.calls[site] > 1:
+            return Refusal(Reason.CALLED_TWICE, f"one forward calls it {self.calls[site]} times")
         if parametrize.is_parametrized(conv):
             return Refusal(Reason.PARAMETRIZED)
-        if type(conv) not in host.CONVS:
+        if type(conv) not in (*host.INNER_CONVS, *host.INNER_LINEARS) or module_kind(self.modules[site]) not in (
+            Kind.SITE,
+            Kind.FIXED,
+        ):
             kind = f"{type(conv).__module__}.{type(conv).__qualname__}"
-            return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {kind}, not exactly SpikingJelly's layer.Conv2d")
-        if not host.is_multi_step(conv):
+            return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {kind}")
+        if not host.is_multi_step(self.modules[site]):
             return Refusal(Reason.NOT_MULTI_STEP, "it is in step_mode 's'")
+        if self.flow.of(site).kind is not Kind.SITE:
+            return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {type(conv).__module__}.{type(conv).__qualname__}")
         return None
 
-    def follow(self, name: str, conv: nn.Module) -> Chain | Refusal:
-        """Along the single users of the conv to its neuron."""
-        node = self.nodes[conv]
+    def follow(self, name: str, site: Node) -> Chain | Refusal:
+        """Along the readers of the conv to its neurons."""
+        first = self.refuse_norm(site)
+        if first is not None:
+            return first
+        reach = self.reach(site)
+        if reach.problem is not None:
+            return reach.problem
+        if not reach.neurons:
+            return Refusal(Reason.NO_NEURON, f"nothing behind {site.label} is a neuron")
         norm: str | None = None
+        between: list[str] = []
+        direct, node = True, site
         while True:
-            users = data_users(node)
-            if len(users) > 1:
-                readers = ", ".join(self.describe(u) for u in users)
-                return Refusal(Reason.FAN_OUT, f"{self.describe(node)} is read by {readers}")
-            if not users:
-                return Refusal(Reason.NO_NEURON, f"nothing reads {self.describe(node)}")
-            node = users[0]
-            module = self.module(node)
-            if module is None:
-                if node.target in _ADDS:
-                    return Refusal(Reason.ADD_BEFORE_NEURON)
-                return Refusal(Reason.NO_NEURON, f"it is followed by {self.describe(node)}, not by a neuron")
-            if type(module) is nn.Identity:
-                continue
-            refusal = self.reject_follower(module, node, norm is not None)
-            if refusal is not None:
-                return refusal
-            if host.is_neuron(module):
-                return Chain(name, norm, self.names[module])
-            norm = self.names[module]
+            readers = self.flow.readers(node)
+            if len(readers) != 1 or readers[0].kind in (Kind.SUM, Kind.SITE, Kind.RESHAPE) or readers[0].module is None:
+                direct = False
+                break
+            node = readers[0]
+            if node.kind is Kind.NEURON:
+                break
+            if node.kind is Kind.NORM and norm is None and not between:
+                norm = node.module
+            elif type(self.modules[node.module or ""]) is not nn.Identity:
+                between.append(node.module or "")
+        neurons = tuple(str(self.flow.nodes[i].module) for i in reach.neurons)
+        max_pool = reach.max_pool or self.inner_max_pool(site)
+        return Chain(name, str(site.module), norm, tuple(between), neurons, direct, max_pool)
 
-    def reject_follower(self, module: nn.Module, node: fx.Node, has_norm: bool) -> Refusal | None:
-        """What is wrong with the module behind the conv; None for a norm or a neuron that will do."""
-        label = self.describe(node)
-        if type(module) in host.POOLS:
-            return Refusal(Reason.POOL_BEFORE_NEURON, f"{label} stands between it and the neuron")
-        if host.is_neuron(module):
-            if type(module) not in host.NEURONS:
-                return Refusal(Reason.UNSUPPORTED_NEURON, f"its neuron is {label}, of a type with dynamics of its own")
-        elif host.is_norm(module) and not has_norm:
+    def inner_max_pool(self, site: Node) -> str | None:
+        """The MaxPool of a container."""
+        inside = (
+            self.modules[str(site.module)].named_children()
+            if type(self.modules[str(site.module)]) in host.CONTAINERS
+            else ()
+        )
+        return next((f"{site.module}.{n}" for n, m in inside if isinstance(m, host.ANY_MAX_POOLS)), None)
+
+    def refuse_norm(self, site: Node) -> Refusal | None:
+        """What is wrong with the norm that follows, if one does."""
+        readers = [r for r in self.flow.readers(site) if r.module and host.is_norm(self.modules[r.module])]
+        for reader in readers:
+            module = self.modules[str(reader.module)]
+            if not host.is_multi_step(module):
+                return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} is in step_mode 's'")
             if parametrize.is_parametrized(module) or type(module) not in host.NORMS:
-                return Refusal(Reason.UNSUPPORTED_NORM, f"its norm is {label}")
+                return Refusal(Reason.UNSUPPORTED_NORM, f"its norm is {reader.label}")
             if host.uses_batch_statistics(module):
-                return Refusal(Reason.BATCH_STATS, f"its norm {label} has track_running_stats=False")
-        else:
-            return Refusal(Reason.NO_NEURON, f"it is followed by {label}, not by a neuron")
-        if self.calls[module] > 1:
-            return Refusal(Reason.CALLED_TWICE, f"one forward calls {label} {self.calls[module]} times")
-        if not host.is_multi_step(module):
-            return Refusal(Reason.NOT_MULTI_STEP, f"{label} is in step_mode 's'")
+                return Refusal(Reason.BATCH_STATS, f"its norm {reader.label} has track_running_stats=False")
+            if not reader.once:
+                return self.twice(reader)
         return None
+
+    def twice(self, node: Node) -> Refusal:
+        return Refusal(Reason.CALLED_TWICE, f"one forward calls {node.label} {self.calls[str(node.module)]} times")
+
+    def reach(self, node: Node) -> _Reach:
+        """Where the drive goes from ``node`` on, if it may; by the readers' own results, each found once."""
+        if node.index in self.known:
+            return self.known[node.index]
+        # Deep nets: from the back to the front, so that nothing recurses further than one value.
+        for behind in reversed(self.flow.nodes[node.index :]):
+            if behind.index not in self.known:
+                self.known[behind.index] = self.combine(behind)
+        return self.known[node.index]
+
+    def combine(self, node: Node) -> _Reach:
+        readers = self.flow.readers(node)
+        found = [self.through(node, reader) for reader in readers]
+        problems = [r.problem for r in found if r.problem is not None]
+        if problems and len(problems) < len(found):
+            named = ", ".join(reader.label for reader in readers)
+            why = problems[0].detail
+            return _Reach(problem=Refusal(Reason.FAN_OUT, f"{node.label} is read by {named}; {why}"))
+        if problems:
+            return _Reach(problem=problems[0])
+        neurons = tuple(sorted({i for r in found for i in r.neurons}))
+        return _Reach(neurons, next((r.max_pool for r in found if r.max_pool), None))
+
+    def through(self, node: Node, reader: Node) -> _Reach:
+        """What one reader makes of the drive."""
+        if reader.kind is Kind.NEURON:
+            return _Reach((reader.index,)) if reader.once else _Reach(problem=self.twice(reader))
+        if reader.kind in CARRIES_DRIVES:
+            reach = self.known[reader.index]
+            if (
+                reader.kind is Kind.SUM
+                and reach.problem is not None
+                and reach.problem.reason is not Reason.ADD_BEFORE_NEURON
+            ):
+                detail = f"{reader.label} adds it to other frames, and of the sum: {reach.problem.detail}"
+                return _Reach(problem=Refusal(Reason.ADD_BEFORE_NEURON, detail))
+            if reader.module and type(self.modules[reader.module]) in host.CONTAINERS and self.inner_max_pool(reader):
+                return replace(reach, max_pool=self.inner_max_pool(reader))
+            return reach
+        if reader.kind is Kind.MAX_POOL:
+            return replace(self.known[reader.index], max_pool=str(reader.module))
+        return _Reach(problem=self.obstacle(reader))
+
+    def obstacle(self, reader: Node) -> Refusal:
+        module = self.modules[reader.module] if reader.module is not None else None
+        if reader.kind is Kind.OUTPUT:
+            return Refusal(Reason.NO_NEURON, "it reaches the model's output without a neuron")
+        if module is not None and not host.is_multi_step(module):
+            return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} is in step_mode 's'")
+        if module is not None and host.is_neuron(module):
+            return Refusal(Reason.UNSUPPORTED_NEURON, f"its neuron is {reader.label}, of a type with dynamics of its own")
+        if isinstance(module, host.ANY_MAX_POOLS):
+            return Refusal(Reason.POOL_BEFORE_NEURON, f"{reader.label} stands between it and the neuron")
+        return Refusal(Reason.NOT_LINEAR, f"{reader.label} stands between it and the neuron")

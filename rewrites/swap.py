@@ -27,7 +27,7 @@ def apply(model: nn.Module, layout: Layout) -> list[RemovableHandle]:
     for swap in layout.swaps:
         absorb(swap)
     handles: list[RemovableHandle] = []
-    if layout.kernels or any(not drive.out.is_plain for drive in layout.drives.values()):
+    if layout.fusions or any(not drive.out.is_plain for drive in layout.drives.values()):
         handles.append(model.register_forward_pre_hook(Enter(layout.timeline), prepend=True))
         handles.append(model.register_forward_hook(Leave(layout.timeline), always_call=True))
     for module, place in layout.exits:

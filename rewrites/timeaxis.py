@@ -1,7 +1,9 @@
 """Where collapsed time begins, what runs at its rate, and where frames must come back.
 
-In this version a collapse needs a graph that is one chain of modules; ``skeleton`` says whether it is. The pass itself works
-on names only, so that ``set_k`` can run it again on a converted net without tracing.
+Every value gets its span: what one of its frames stands for. A collapse makes a region of frames that stand for several; it
+grows through whatever treats frames alike, neurons in it take all their steps on every frame, and it ends where a value is
+needed at the input's rate: at the output, before a module that T is built into, where it meets frames of another rate.
+The pass works on names only, so that ``set_k`` can run it again on a converted net without tracing.
 """
 
 from __future__ import annotations
@@ -10,25 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import nn
 
-from rewrites.chains import Chain, data_users, module_calls
+from rewrites.chains import Chain
+from rewrites.flow import CARRIES_SPANS, CARRIES_SUMS, Flow, Kind, Node, site_layer
 from sj_tac import host
-from sj_tac.operators import Swap, chain_swaps, drive_place
+from sj_tac.operators import Swap, drive_place
+from sj_tac.places import FiringPlace, NormPlace, Place
 from sj_tac.policy import Settings
 from sj_tac.report import Reason, Refusal
 from sj_tac.spans import PLAIN, Span, Timeline
-from sj_tac.swapped import FiringPlace, NormPlace, Place, source_class
-
-
-@dataclass(frozen=True)
-class Step:
-    """One node of a graph that is one chain: a module by name, or a function."""
-
-    module: str | None
-    per_frame: bool
-    once: bool
+from sj_tac.swapped import source_class
 
 
 @dataclass
@@ -41,213 +35,242 @@ class Layout:
     drives: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
     stretched: dict[str, Span] = field(default_factory=dict)
-    # Of the fused chains: the kernel that will run, and why a chain is not fused or not on the fastest kernel.
-    kernels: dict[str, str] = field(default_factory=dict)
+    # Of every neuron that was placed, what it runs as one operator with; of a conv whose neuron does not, why.
+    fusions: dict[str, Any] = field(default_factory=dict)
     unfused: dict[str, str] = field(default_factory=dict)
 
 
-def skeleton(model: nn.Module, graph: fx.Graph) -> tuple[list[Step] | None, str]:
-    """The graph as a list of steps where it is one chain; otherwise None and the first node where it branches."""
-    calls = module_calls(model, graph)
-    names = {module: name for name, module in model.named_modules()}
-    steps: list[Step] = []
-    placeholders = [n for n in graph.nodes if n.op == "placeholder" and data_users(n)]
-    if len(placeholders) != 1:
-        return None, f"the model has {len(placeholders)} inputs"
-    node = placeholders[0]
+def lay_out(model: nn.Module, flow: Flow, chains: Mapping[str, Chain | Refusal], settings: Mapping[str, Settings]) -> Layout:
+    """Places for all chains under ``settings``; what cannot be, in ``refused``. Changes nothing.
+
+    One value after another gets its span. Where one turns out to be needed at the input's rate, that is noted and the walk
+    begins again; each round notes something new, so it ends.
+    """
+    plain: dict[int, str] = {}
+    refused = {
+        name: Refusal(Reason.POOL_BEFORE_NEURON, f"{chain.max_pool!r} stands between it and the neuron")
+        for name, chain in chains.items()
+        if isinstance(chain, Chain) and chain.max_pool and not settings[name].approximate and settings[name].mode != "keep"
+    }
     while True:
-        users = data_users(node)
-        if len(users) != 1:
-            return None, f"{_label(node)} is read {len(users)} times" if users else f"nothing reads {_label(node)}"
-        node = users[0]
-        if node.op == "output":
-            return (steps, "") if node.args[0] in node.all_input_nodes else (None, "the model has several outputs")
-        # A constant or a parameter that is mixed in is no branch of the data.
-        joined = [n for n in node.all_input_nodes if n.op != "get_attr"]
-        if len(joined) != 1:
-            return None, f"{_label(node)} joins {len(joined)} values"
-        if node.op == "call_module":
-            module = model.get_submodule(str(node.target))
-            steps.append(Step(names[module], _treats_frames_alike(module), calls[module] == 1))
-        else:
-            steps.append(Step(None, _flattens_behind_time(node), True))
-
-
-def _label(node: fx.Node) -> str:
-    return f"module {str(node.target)!r}" if node.op == "call_module" else f"{node.name!r}"
-
-
-def _treats_frames_alike(module: nn.Module) -> bool:
-    known = (*host.PER_FRAME, *host.NORMS)
-    return type(module) in known and host.is_multi_step(module) and not getattr(module, "return_indices", False)
-
-
-def _flattens_behind_time(node: fx.Node) -> bool:
-    if node.target not in (torch.flatten, "flatten"):
-        return False
-    start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
-    return isinstance(start, int) and start >= 1
-
-
-def lay_out(
-    model: nn.Module,
-    chains: Mapping[str, Chain | Refusal],
-    settings: Mapping[str, Settings],
-    steps: list[Step] | None,
-    branches: str,
-) -> Layout:
-    """Places for all chains under ``settings``; collapses that cannot be, in ``refused``. Changes nothing."""
-    walk = _Walk(model, chains, settings)
-    if steps is None:
-        walk.branched(branches)
-    else:
-        walk.along(steps)
-    return walk.layout
+        walk = _Walk(model, flow, chains, settings, plain, refused)
+        if walk.settled():
+            return walk.layout
 
 
 class _Walk:
-    def __init__(self, model: nn.Module, chains: Mapping[str, Chain | Refusal], settings: Mapping[str, Settings]) -> None:
-        self.model, self.settings = model, settings
-        self.chains = {
-            name: chain for name, chain in chains.items() if isinstance(chain, Chain) and settings[name].mode != "keep"
-        }
-        self.kept = {name for name, chain in chains.items() if isinstance(chain, Chain) and settings[name].mode == "keep"}
-        self.layout = Layout(Timeline())
-        self.span = PLAIN
-        # Index of the last step that may carry the hook which gives frames back.
-        self.last_exit: int | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        flow: Flow,
+        chains: Mapping[str, Chain | Refusal],
+        settings: Mapping[str, Settings],
+        plain: dict[int, str],
+        refused: dict[str, Refusal],
+    ) -> None:
+        self.flow, self.settings, self.plain = flow, settings, plain
+        self.modules = dict(model.named_modules())
+        known = [c for c in chains.values() if isinstance(c, Chain) and c.conv not in refused]
+        self.chains = {c.site: c for c in known if settings[c.conv].mode != "keep"}
+        self.kept = {c.site: c.conv for c in known if settings[c.conv].mode == "keep"}
+        self.refused_sites = {c.site for c in chains.values() if isinstance(c, Chain) and c.conv in refused}
+        self.layout = Layout(Timeline(), refused=refused)
+        self.spans: dict[int, Span] = {}
+        # Collapses that a value stands behind and that no neuron has taken up yet.
+        self.pending: dict[int, frozenset[str]] = {}
+        # MaxPools where the mean over the steps of the neuron before is taken.
+        self.means: dict[int, int] = {}
+        self.again = False
 
-    def module(self, name: str) -> nn.Module:
-        return self.model.get_submodule(name)
-
-    def add_chain(self, chain: Chain, span: Span, pool: nn.Module | None) -> None:
-        conv, node = self.module(chain.conv), self.module(chain.neuron)
-        norm = self.module(chain.norm) if chain.norm else None
-        drive = drive_place(chain.conv, self.settings[chain.conv], span, node, self.layout.timeline)
-        self.layout.drives[chain.conv] = drive
-        self.layout.swaps += chain_swaps(drive, conv, norm, node, pool)
-
-    def branched(self, why: str) -> None:
-        for chain in self.chains.values():
-            if self.settings[chain.conv].mode == "collapse":
-                detail = f"collapse needs a graph that is one chain, and here {why}"
-                self.layout.refused[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
+    def settled(self) -> bool:
+        """Give every value its span; False where something was noted that changes others."""
+        for node in self.flow.nodes:
+            inputs = [i for i in node.inputs if i in self.spans]
+            self.pending[node.index] = frozenset().union(*(self.pending[i] for i in inputs))
+            spans = {self.spans[i] for i in inputs}
+            if len(spans) > 1:
+                self.end(inputs, f"{node.label} joins frames at different rates")
             else:
-                self.add_chain(chain, PLAIN, None)
+                self.visit(node, next(iter(spans), PLAIN))
+            if self.again:
+                return False
+            self.come_back(node)
+            if self.again:
+                return False
+        return True
 
-    def along(self, steps: list[Step]) -> None:
-        i = 0
-        while i < len(steps):
-            chain = self.chains.get(steps[i].module or "")
-            if chain is not None:
-                refusal = self.refuse(chain, steps, i)
-                if refusal is None:
-                    i = self.take(chain, steps, i)
-                    continue
-                self.layout.refused[chain.conv] = refusal
-            if not self.span.is_plain:
-                self.pass_through(steps, i, refused=chain is not None)
-            i += 1
-        self.close(steps, at_output=True)
+    def end(self, indices: Any, why: str) -> None:
+        """These values are needed at the input's rate."""
+        for i in indices:
+            if not self.spans[i].is_plain and i not in self.plain:
+                self.plain[i], self.again = why, True
 
-    def refuse(self, chain: Chain, steps: list[Step], i: int) -> Refusal | None:
-        """Why this chain cannot be converted at this place of the time axis."""
-        k, stretch, mode = self.settings[chain.conv].k, self.span.stretch, self.settings[chain.conv].mode
-        if k > stretch and k % stretch:
-            detail = f"k={k} is no multiple of {stretch}, the steps that a frame stands for behind the collapse before it"
-            return Refusal(Reason.K_NOT_WHOLE, detail)
-        counts = mode == "collapse" and self.settings[chain.conv].spikes == "count"
-        if (counts and max(k, stretch) > 1) or (mode == "preserve" and stretch > 1):
-            return self.pool_problem(steps, self.index_of(steps, chain.neuron, i))
-        return None
-
-    def pool_problem(self, steps: list[Step], node: int) -> Refusal | None:
-        at = self.mean_pool(steps, node)
-        if at is None:
-            return None
-        name = steps[at].module or ""
-        pool = self.module(name)
-        if not steps[at].once:
-            return Refusal(Reason.COLLAPSE_POOL, f"its MaxPool {name!r} is called more than once in one forward")
-        if getattr(pool, "return_indices", False):
-            return Refusal(Reason.COLLAPSE_POOL, f"its MaxPool {name!r} returns indices")
-        if not steps[at].per_frame:
-            return Refusal(Reason.COLLAPSE_POOL, f"its MaxPool {name!r} is in step_mode 's'")
-        return None
-
-    def mean_pool(self, steps: list[Step], node: int) -> int | None:
-        """Index of the last MaxPool behind a neuron, before anything that weighs spikes: there the mean is taken."""
-        last = None
-        for i in range(node + 1, len(steps)):
-            name = steps[i].module
-            kind = source_class(self.module(name)) if name else None
-            if kind in host.MAX_POOLS:
-                last = i
-            elif kind not in (*host.POOLS, *host.DROPOUTS, nn.Identity) or not steps[i].per_frame:
-                break
-        return last
-
-    @staticmethod
-    def index_of(steps: list[Step], name: str, start: int) -> int:
-        return next(j for j in range(start, len(steps)) if steps[j].module == name)
-
-    def take(self, chain: Chain, steps: list[Step], i: int) -> int:
-        """Convert the chain that starts at step i; the index behind it."""
-        node = self.index_of(steps, chain.neuron, i)
-        at = self.mean_pool(steps, node)
-        self.add_chain(chain, self.span, self.module(steps[at].module or "") if at is not None else None)
-        self.span = self.layout.drives[chain.conv].out
-        averaged = at is not None and self.span.stretch > 1
-        behind = at if averaged and at is not None else node
-        self.last_exit = behind
-        return behind + 1
-
-    def pass_through(self, steps: list[Step], i: int, refused: bool) -> None:
-        """A step inside a collapsed region that no converted chain covers: run it at the region's rate, or end there."""
-        step = steps[i]
-        module = self.module(step.module) if step.module else None
-        if module is not None and source_class(module) in host.NEURONS and step.once and host.is_multi_step(module):
-            problem = self.pool_problem(steps, i) if self.span.stretch > 1 else None
-            if problem is None:
-                self.stretch(step.module or "", module, steps, i)
-                return
-        elif step.per_frame and not refused and self.is_left_alone(step.module):
-            if module is not None and source_class(module) in host.NORMS:
-                if not step.once:
-                    self.close(steps)
-                    return
-                self.layout.swaps.append(
-                    Swap(module, NormPlace(self.layout.timeline, self.span, name=step.module or "", aggregated=True))
-                )
-            if step.module in self.kept:
-                self.layout.stretched[step.module] = self.span
-            if module is not None and step.once:
-                self.last_exit = i
+    def come_back(self, node: Node) -> None:
+        """Where a value is needed at the input's rate, frames come back behind it, or behind what it is made of."""
+        span = self.spans[node.index]
+        if span.is_plain or node.index not in self.plain:
             return
-        self.close(steps)
+        why = self.plain[node.index]
+        opened = self.pending[node.index]
+        if opened:
+            for conv in opened:
+                detail = f"its drive does not reach its neuron at one rate: {why}"
+                self.layout.refused[conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
+            self.again = True
+        elif node.module is not None and node.once:
+            self.layout.exits.append((self.modules[node.module], Place(self.layout.timeline, span)))
+            self.spans[node.index] = PLAIN
+        else:
+            self.end(node.inputs, why)
 
-    def is_left_alone(self, name: str | None) -> bool:
-        """False for a conv that was refused: a collapsed region ends before it."""
-        return name is None or name in self.kept or not host.is_conv(self.module(name))
-
-    def stretch(self, name: str, node: nn.Module, steps: list[Step], i: int) -> None:
-        at = self.mean_pool(steps, i) if self.span.stretch > 1 else None
-        firing = FiringPlace(self.layout.timeline, self.span, emit_mean=at is None)
-        self.layout.swaps.append(Swap(node, firing))
-        self.layout.stretched[name] = self.span
-        self.last_exit = i
-        if at is not None:
-            pool = self.module(steps[at].module or "")
-            self.layout.swaps.append(Swap(pool, Place(self.layout.timeline, self.span)))
-            self.last_exit = at
-
-    def close(self, steps: list[Step], at_output: bool = False) -> None:
-        """End the region: frames come back behind the last module that can carry the hook."""
-        if self.span.is_plain or self.last_exit is None:
+    def visit(self, node: Node, span: Span) -> None:
+        """The span of one value, from that of what it is made of."""
+        self.spans[node.index] = span
+        if node.kind is Kind.OUTPUT:
+            if not self.emits_groups(node):
+                self.end(node.inputs, "the model's output has the input's rate")
+        elif node.kind is Kind.SITE and node.module in self.chains:
+            self.take(self.chains[node.module], node, span)
+        elif node.kind is Kind.NEURON and (node.once or span.is_plain):
+            self.fire(node, span)
+        elif span.is_plain:
             return
+        elif node.kind is Kind.NORM:
+            self.norm(node, span)
+        elif node.kind not in CARRIES_SPANS or node.module in self.refused_sites or self.is_refused(node):
+            self.end(node.inputs, f"{node.label} needs frames at the input's rate")
+        elif node.module in self.kept:
+            self.layout.stretched[self.kept[node.module]] = span
+        elif node.index in self.means:
+            self.layout.swaps.append(Swap(self.modules[str(node.module)], Place(self.layout.timeline, span)))
+
+    def is_refused(self, node: Node) -> bool:
+        """True for a conv that was found to be no chain: a collapsed region ends before it."""
+        if node.kind is not Kind.SITE or node.module in self.kept:
+            return False
+        module = self.modules[str(node.module)]
+        return not isinstance(site_layer(module) or module, nn.Linear) and node.module not in self.chains
+
+    def emits_groups(self, node: Node) -> bool:
         opened = [d for d in self.layout.drives.values() if d.mode == "collapse"]
-        emits_groups = bool(opened) and self.settings[opened[-1].name].emit == "groups"
-        if not (at_output and emits_groups):
-            module = self.module(steps[self.last_exit].module or "")
-            self.layout.exits.append((module, Place(self.layout.timeline, self.span)))
-        self.span, self.last_exit = PLAIN, None
+        return len(node.inputs) == 1 and bool(opened) and self.settings[opened[-1].name].emit == "groups"
+
+    def take(self, chain: Chain, node: Node, span: Span) -> None:
+        """Convert a chain at this place of the time axis, or refuse it."""
+        setting = self.settings[chain.conv]
+        refusal = None
+        if setting.k > span.stretch and setting.k % span.stretch:
+            detail = (
+                f"k={setting.k} is no multiple of {span.stretch}, the steps that a frame stands for behind the collapse "
+                "before it"
+            )
+            refusal = Refusal(Reason.K_NOT_WHOLE, detail)
+        binary = setting.mode == "collapse" and setting.spikes == "binary" and setting.k > span.stretch
+        if binary and not chain.direct:
+            detail = (
+                "a binary collapse makes one step of several, which only a neuron with no other reader or input can take"
+            )
+            refusal = Refusal(Reason.COLLAPSE_BRANCHED, detail)
+        if refusal is not None:
+            self.layout.refused[chain.conv], self.again = refusal, True
+            return
+        drive = drive_place(chain.conv, setting, span, self.modules[chain.neuron], self.layout.timeline)
+        self.layout.drives[chain.conv] = drive
+        self.layout.swaps.append(Swap(self.modules[chain.site], drive))
+        self.spans[node.index] = drive.out
+        if drive.out != span:
+            self.pending[node.index] |= {chain.conv}
+        for norm in self.norms(chain):
+            place = NormPlace(self.layout.timeline, drive.out, name=chain.conv, aggregated=drive.k > 1)
+            self.layout.swaps.append(Swap(norm, place))
+
+    def norms(self, chain: Chain) -> list[nn.Module]:
+        """The norms behind the conv of a chain, and those inside its container."""
+        readers = self.flow.readers(self.flow.of(chain.site))
+        names = {chain.norm, *(r.module for r in readers if r.kind is Kind.NORM and r.once)} - {None}
+        norms = [self.modules[str(name)] for name in names]
+        if source_class(self.modules[chain.site]) in host.CONTAINERS:
+            norms += [m for m in self.modules[chain.site].children() if source_class(m) in host.PLAIN_NORMS]
+        return norms
+
+    def norm(self, node: Node, span: Span) -> None:
+        """A norm in a region, of no chain or of a chain that is taken."""
+        module = self.modules[str(node.module)]
+        if any(swap.module is module for swap in self.layout.swaps):
+            return
+        if not node.once:
+            self.end(node.inputs, f"{node.label} is called more than once")
+            return
+        self.layout.swaps.append(Swap(module, NormPlace(self.layout.timeline, span, name=str(node.module), aggregated=True)))
+
+    def fire(self, node: Node, span: Span) -> None:
+        """A neuron: of converted chains, stretched, or neither."""
+        opened = self.pending[node.index]
+        driving = [c for c in self.chains.values() if node.module in c.neurons and c.conv in self.layout.drives]
+        if span.is_plain and not driving:
+            return
+        module = self.modules[str(node.module)]
+        merged = [c for c in driving if c.conv in opened and self.settings[c.conv].spikes == "binary"]
+        at = None
+        if span.stretch > 1:
+            at, problem = self.mean_pool(node)
+            if problem:
+                for conv in opened:
+                    self.layout.refused[conv], self.again = Refusal(Reason.COLLAPSE_POOL, problem), True
+                self.end(node.inputs, problem)
+                return
+        if at is not None:
+            self.means[at] = node.index
+        # A direct chain's drive alone can merge steps, so that there is one to ask.
+        merge = span.merged // self.layout.drives[merged[0].conv].span.merged if merged else 1
+        normalize = self.settings[merged[0].conv].normalize if merged else True
+        place = FiringPlace(self.layout.timeline, span, emit_mean=at is None, merge=merge, normalize=normalize)
+        self.layout.swaps.append(Swap(module, place))
+        self.pending[node.index] = frozenset()
+        if not driving:
+            self.layout.stretched[str(node.module)] = span
+
+    def mean_pool(self, neuron: Node) -> tuple[int | None, str]:
+        """The last MaxPool behind a neuron, before anything that weighs spikes: there the mean is taken.
+
+        Returns:
+            Its index or None, and why the mean cannot be taken there.
+        """
+        last, node = None, neuron
+        while True:
+            readers = self.flow.readers(node)
+            if len(readers) != 1 or readers[0].kind is Kind.SUM:
+                break
+            node = readers[0]
+            pool = self.modules.get(str(node.module))
+            if pool is not None and source_class(pool) in host.MAX_POOLS:
+                problem = self.pool_problem(node, pool)
+                if problem:
+                    return None, problem
+                last = node.index
+            elif node.kind not in (Kind.LINEAR, Kind.ALIKE) or node.module is None:
+                break
+        behind = self.max_pool_behind(self.flow.nodes[last] if last is not None else neuron)
+        if behind is not None:
+            return None, f"its MaxPool {behind.module!r} pools more than this neuron's spikes"
+        return last, ""
+
+    def max_pool_behind(self, start: Node) -> Node | None:
+        """A MaxPool that spikes reach through branches and sums: it would pool means."""
+        ahead, seen = [start], {start.index}
+        while ahead:
+            for reader in self.flow.readers(ahead.pop()):
+                pool = self.modules.get(str(reader.module))
+                if isinstance(pool, host.ANY_MAX_POOLS):
+                    return reader
+                if reader.kind in CARRIES_SUMS and reader.index not in seen:
+                    seen.add(reader.index)
+                    ahead.append(reader)
+        return None
+
+    def pool_problem(self, node: Node, pool: nn.Module) -> str:
+        if not node.once:
+            return f"its MaxPool {node.module!r} is called more than once in one forward"
+        if getattr(pool, "return_indices", False):
+            return f"its MaxPool {node.module!r} returns indices"
+        return "" if host.is_multi_step(pool) else f"its MaxPool {node.module!r} is in step_mode 's'"

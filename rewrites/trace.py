@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,20 @@ from sj_tac.errors import TraceError
 
 
 class _LeafTracer(fx.Tracer):
-    """Keeps step modules and the host's layers whole, and remembers which module it is in."""
+    """Keeps step modules and the host's layers whole, and remembers which module it is in.
 
-    def __init__(self) -> None:
+    The host's composite layers (attention) are looked into, until one of them turns out to be ``closed``.
+    """
+
+    def __init__(self, closed: Collection[nn.Module]) -> None:
         super().__init__()
+        self.closed = closed
         self.entered: list[nn.Module] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return host.is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+        if m in self.closed or (host.is_leaf(m) and not host.is_composite(m)):
+            return True
+        return not host.is_composite(m) and super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.entered.append(m)
@@ -88,8 +95,8 @@ class _ValueTracer(_LeafTracer):
     The graph is good for looking at which modules feed which. It is not run again: shapes are frozen into it.
     """
 
-    def __init__(self, example: tuple[Any, ...]) -> None:
-        super().__init__()
+    def __init__(self, closed: Collection[nn.Module], example: tuple[Any, ...]) -> None:
+        super().__init__(closed)
         self._inputs = list(example)
         self._running = False
 
@@ -118,6 +125,8 @@ class _ValueTracer(_LeafTracer):
             return value
 
         def make(node: fx.Node) -> fx.Proxy:
+            if isinstance(value, Tensor):
+                node.meta["shape"] = tuple(value.shape)
             return _ValueProxy(node, self, value)
 
         return super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
@@ -154,35 +163,64 @@ def as_arguments(example_input: Any) -> tuple[Any, ...]:
     return tuple(example_input) if isinstance(example_input, (tuple, list)) else (example_input,)
 
 
-def trace(model: nn.Module, example_input: Any = None) -> fx.Graph:
+@dataclass(frozen=True)
+class Traced:
+    """A model's graph, and the modules that it could not look into, by name, with what stopped it there.
+
+    Attributes:
+        sampled: a real sample ran beside the symbols.
+    """
+
+    graph: fx.Graph
+    closed: dict[str, str]
+    sampled: bool
+
+
+def trace(model: nn.Module, example_input: Any = None) -> Traced:
     """The graph of ``model``; its state, mode and hooks are as before afterwards.
+
+    Symbols alone come first; then ``example_input`` beside them. A submodule that cannot be followed either way becomes one
+    opaque node.
 
     Args:
         example_input: a real input (a tensor, or a tuple of forward's arguments), for models that ask their input's
             shape or content in forward. Tried only where symbols alone do not do.
 
     Raises:
-        TraceError: names the module that torch.fx could not follow, and what to do.
+        TraceError: torch.fx cannot follow the model's own forward; says what to do.
     """
-    symbolic = _LeafTracer()
     with host.looked_at(model), _no_new_attributes(model):
-        try:
-            return symbolic.trace(model, concrete_args=_defaults(model, 1) or None)
-        except Exception as error:
-            if example_input is None:
-                raise TraceError(
-                    f"torch.fx cannot follow {symbolic.where()} on symbols alone ({_first_line(error)}); it probably asks "
-                    "for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
-                ) from error
+        if example_input is None:
+            return _closing(model, _LeafTracer, 1, sampled=False)
+        with contextlib.suppress(Exception):
+            return Traced(_LeafTracer(()).trace(model, concrete_args=_defaults(model, 1) or None), {}, False)
         arguments = as_arguments(example_input)
-        valued = _ValueTracer(arguments)
         try:
-            return valued.trace(model, concrete_args=_defaults(model, len(arguments)) or None)
-        except Exception as error:
+            return _closing(model, lambda closed: _ValueTracer(closed, arguments), len(arguments), sampled=True)
+        except TraceError as error:
             shapes = [list(a.shape) if isinstance(a, Tensor) else a for a in arguments]
             raise TraceError(
-                f"tracing failed in {valued.where()} with example_input of shape {shapes} ({_first_line(error)}); "
+                f"tracing failed with example_input of shape {shapes}: {error.__cause__}; "
                 "check that model(*example_input) runs, and that its modules are called with tensors"
+            ) from error.__cause__
+
+
+def _closing(model: nn.Module, make: Callable[[Collection[nn.Module]], _LeafTracer], given: int, *, sampled: bool) -> Traced:
+    """Trace; where that fails inside a submodule, once more with that one as a leaf."""
+    closed: dict[nn.Module, str] = {}
+    while True:
+        tracer = make(closed)
+        try:
+            graph = tracer.trace(model, concrete_args=_defaults(model, given) or None)
+            names = {module: name for name, module in model.named_modules()}
+            return Traced(graph, {names[m]: why for m, why in closed.items()}, sampled)
+        except Exception as error:
+            if tracer.entered and tracer.entered[-1] not in closed:
+                closed[tracer.entered[-1]] = _first_line(error)
+                continue
+            raise TraceError(
+                f"torch.fx cannot follow {tracer.where()} on symbols alone ({_first_line(error)}); it probably asks "
+                "for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
             ) from error
 
 

@@ -12,83 +12,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap
-from rewrites.chains import Chain, find_chains
-from rewrites.fuse import Link, find_links
-from rewrites.fuse import fuse as fuse_chains
-from rewrites.timeaxis import Layout, Step, lay_out, skeleton
-from rewrites.trace import as_arguments, trace
+from rewrites import verify as verification
+from rewrites.analysis import Analysis, analyse
+from rewrites.trace import as_arguments
 from sj_tac import host
 from sj_tac.errors import BatchNormMovedWarning, ConversionError, ModelTypeError, PolicyError
 from sj_tac.kernels import registry
 from sj_tac.operators import has_trained_logits
-from sj_tac.policy import Rule, Settings, as_policy, name_matches, nearest
-from sj_tac.report import Reason, Refusal, Report, Verdict
-from sj_tac.spans import Timeline
-from sj_tac.swapped import NormPlace, is_swapped
+from sj_tac.places import NormPlace
+from sj_tac.policy import as_policy, name_matches, nearest
+from sj_tac.report import Reason, Report
+from sj_tac.swapped import is_swapped
 
 RECORD = "_sj_tac"
-
-
-@dataclass
-class Analysis:
-    """What was found out about a model, under a policy; nothing has been changed yet."""
-
-    chains: dict[str, Chain | Refusal]
-    settings: dict[str, Settings]
-    steps: list[Step] | None
-    branches: str
-    macs: dict[str, tuple[int, int]]
-    backend: str
-    links: dict[str, Link] | None
-    layout: Layout
-
-    def lay_out(self, model: nn.Module, settings: dict[str, Settings]) -> Layout:
-        """The layout of ``model`` under other settings. Changes nothing."""
-        layout = lay_out(model, self.chains, settings, self.steps, self.branches)
-        if self.links is not None:
-            fuse_chains(model, layout, self.chains, self.links, self.backend)
-        return layout
-
-    def report(self, model: nn.Module, title: str) -> Report:
-        verdicts = []
-        stretched = dict(self.layout.stretched)
-        for name, module in model.named_modules():
-            if name in self.chains:
-                stretched.pop(name, None)
-                verdicts.append(self.verdict(name, module))
-            elif name in stretched:
-                span = stretched.pop(name)
-                detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"
-                if span.stretch == 1:
-                    detail = "runs one step on every frame behind a binary collapse"
-                verdicts.append(Verdict(name, "stretched", k=span.stretch, kernel="reference", detail=detail))
-        return Report(tuple(verdicts), title)
-
-    def kernel(self, name: str, drive: Any) -> tuple[str, str]:
-        """What ran in the last call, or will run: a kernel and what keeps the chain from a faster one."""
-        fusion = drive.fusion
-        if fusion is None:
-            why = self.layout.unfused.get(name, "")
-            return "reference", f"not fused: {why}" if why else ""
-        if fusion.ran and fusion.ran not in registry.AVAILABLE:
-            return "reference", f"not fused in the last call: {fusion.ran}"
-        return f"{fusion.ran or self.layout.kernels[name]}, fused", self.layout.unfused[name]
-
-    def verdict(self, name: str, conv: nn.Module) -> Verdict:
-        chain, drive = self.chains[name], self.layout.drives.get(name)
-        seen = drive.seen if drive is not None and drive.seen else self.macs.get(name)
-        before = seen[0] * seen[1] if seen else None
-        if drive is not None:
-            after = len(drive.groups(seen[0])) * seen[1] if seen else None
-            kernel, why = self.kernel(name, drive)
-            return Verdict(name, "converted", drive.mode, drive.k, kernel, None, why, "", before, after)
-        if name in self.layout.stretched:
-            span = self.layout.stretched[name]
-            after = len(span.lengths(seen[0])) * seen[1] if seen else None
-            detail = f"kept by the policy, at the rate of a collapse before it: a frame stands for {span.factor} frames"
-            return Verdict(name, "stretched", k=span.stretch, detail=detail, macs_before=before, macs_after=after)
-        refusal = self.layout.refused.get(name) or (chain if isinstance(chain, Refusal) else Refusal(Reason.POLICY_KEEP))
-        return Verdict.refuse(name, refusal, macs_before=before, macs_after=before)
 
 
 @dataclass
@@ -117,7 +53,8 @@ def convert(
         policy: "preserve" (T stays: event data), "collapse" (T/k frames: rate-coded data), "keep", a dict, a ``Policy``,
             or the path of a YAML file.
         k: frames per convolution where the policy does not say.
-        example_input: a real input; needed by models that ask their input's shape in forward, and fills the report's MACs.
+        example_input: a real input; needed by models that ask their input's shape in forward. With it the report has MACs,
+            and the converted net is run: its output must have the source's shape and be finite, and at k=1 be the same.
         backend: "auto" (numba on the CPU, cupy on CUDA, else reference), or the name of a kernel that must run.
         fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
@@ -126,25 +63,51 @@ def convert(
         The same class with the same parameter names and state_dict keys; ``sj_tac.report`` says what became of each layer.
 
     Raises:
-        ModelTypeError, ConversionError (no chain, converted before, no deep copy), TraceError, PolicyError, BackendError.
-        The model is then as it was.
+        ModelTypeError, TraceError, PolicyError, BackendError, and ConversionError: no chain, converted before, no deep copy,
+        or the converted net fails on ``example_input`` (then it names the first layer that differs). The model is then as
+        it was.
     """
     backend = registry.choose(backend, fuse)
-    target = model if inplace else _copy(model)
-    analysis = _analyse(target, policy, k, example_input, backend, fuse)
+    _check_plain(model)
+    target = model if inplace else _deep_copy(model)
+    analysis = analyse(target, policy, k, example_input, backend, fuse)
     if not analysis.layout.drives:
         raise ConversionError(_no_chain(model, analysis))
     if not inplace:
         host.reset(target)
     handles = swap.apply(target, analysis.layout)
+    try:
+        _verify(target, analysis, example_input)
+    except ConversionError:
+        swap.undo(target, handles)
+        raise
     setattr(target, RECORD, Record(analysis, handles, type(model).__name__))
     return target
 
 
+def _verify(target: nn.Module, analysis: Analysis, example_input: Any) -> None:
+    """Run the converted net once beside what was seen of its source, and forget the large part of that."""
+    if analysis.seen is None:
+        return
+    drives = analysis.layout.drives.values()
+    groups = any(analysis.settings[d.name].emit == "groups" for d in drives if d.mode == "collapse")
+    device = next((p.device.type for p in target.parameters()), "cpu")
+    verification.verify(
+        analysis.seen,
+        target,
+        as_arguments(example_input),
+        exact=all(s.k == 1 for s in analysis.settings.values() if s.mode != "keep"),
+        any_rate=groups,
+        runs_here=analysis.backend != registry.CUPY or device == "cuda",
+    )
+    analysis.seen = verification.Run(analysis.seen.macs, [], [])
+
+
 def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
     """The verdicts that ``convert`` would give, without converting; no chain is no error here. Raises as ``convert``."""
-    target = _copy(model)
-    analysis = _analyse(target, policy, k, example_input, registry.choose("auto"), True)
+    _check_plain(model)
+    target = _deep_copy(model)
+    analysis = analyse(target, policy, k, example_input, registry.choose("auto"), True)
     return analysis.report(target, f"plan for {type(model).__name__}")
 
 
@@ -236,72 +199,9 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     return names
 
 
-def _analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fuse: bool) -> Analysis:
-    """Trace, find chains, apply the policy, lay out time. Changes nothing in ``model``."""
-    _check_plain(model)
-    checked = as_policy(policy, k)
-    graph = trace(model, example_input)
-    chains = find_chains(model, graph)
-    resolved = checked.resolve(list(chains))
-    settings = {name: found for name, (found, _) in resolved.items()}
-    steps, branches = skeleton(model, graph)
-    links = find_links(model, graph, chains) if fuse else None
-    macs = {} if example_input is None else _measure(model, as_arguments(example_input))
-    analysis = Analysis(chains, settings, steps, branches, macs, backend, links, Layout(Timeline()))
-    analysis.layout = analysis.lay_out(model, settings)
-    _check_exact_rules(resolved, chains, analysis.layout, checked._source)
-    return analysis
-
-
-def _check_exact_rules(
-    resolved: Mapping[str, tuple[Settings, Rule | None]],
-    chains: Mapping[str, Chain | Refusal],
-    layout: Layout,
-    source: str,
-) -> None:
-    """A rule that names one conv and cannot be followed is an error; a glob over it is only reported."""
-    for name, (settings, rule) in resolved.items():
-        found = chains[name]
-        refusal = layout.refused.get(name) or (found if isinstance(found, Refusal) else None)
-        if refusal is None or rule is None or not rule.is_exact or settings.mode == "keep":
-            continue
-        verdict = Verdict.refuse(name, refusal)
-        raise PolicyError(
-            f"{source}, rule for {name!r}: mode {settings.mode!r} is impossible there, {verdict.reason}: "
-            f"{verdict.detail}. {verdict.hint[:1].upper() + verdict.hint[1:]}, or set mode: keep"
-        )
-
-
-def _measure(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, tuple[int, int]]:
-    """(T, multiply-accumulates per frame and sample) of every conv, from one run of the source net."""
-    seen: dict[str, tuple[int, int]] = {}
-    data = arguments[0]
-    samples = data.shape[1] if isinstance(data, Tensor) and data.dim() == 5 else len(data)
-
-    def watch(name: str) -> Any:
-        def hook(module: Any, args: Any, output: Tensor) -> None:
-            steps = output.shape[0] if output.dim() == 5 else 1
-            macs = output.numel() * module.weight[0].numel() // samples // steps
-            seen[name] = (steps, macs)
-
-        return hook
-
-    with host.looked_at(model):
-        for name, module in model.named_modules():
-            if host.is_conv(module) and not isinstance(module, nn.modules.conv._ConvTransposeNd):
-                module.register_forward_hook(watch(name))
-        try:
-            model(*arguments)
-        except Exception as error:
-            shape = list(data.shape) if isinstance(data, Tensor) else type(data).__name__
-            raise ConversionError(
-                f"the model does not run on example_input of shape {shape} ({type(error).__name__}: {error}); "
-                "pass a batch [T, N, C, H, W] that it takes"
-            ) from error
-    return seen
-
-
-def _check_plain(model: nn.Module) -> None:
+def _check_plain(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelTypeError(f"a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
     for name, module in model.named_modules():
         if is_swapped(module):
             where = f"its module {name!r} is" if name else "it is"
@@ -309,13 +209,6 @@ def _check_plain(model: nn.Module) -> None:
                 f"{type(model).__name__} cannot be converted again: {where} part of a converted chain; "
                 "sj_tac.restore it first, or change it with sj_tac.set_k"
             )
-
-
-def _copy(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise ModelTypeError(f"a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
-    _check_plain(model)
-    return _deep_copy(model)
 
 
 def _deep_copy(model: nn.Module) -> nn.Module:

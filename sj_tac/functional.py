@@ -119,6 +119,7 @@ def fire(
     *,
     steps: int | None = None,
     v: Tensor | None = None,
+    residual: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     pool: nn.Module | None = None,
@@ -135,14 +136,15 @@ def fire(
         node: a LIFNode, IFNode or ParametricLIFNode; its state is neither read nor written.
         k, steps: steps on each drive, and in all (default G * k); the last drive gets what is left.
         v: voltages [N, C, H, W]; default: at rest.
+        residual: frames [steps, N, C, H, W] of y's dtype, added to the drives behind the affine map, step by step.
         scale, shift: [C], of a BatchNorm in eval mode.
         pool: MaxPool2d or AvgPool2d, or None.
         weights, group: one weight for each step [T], summed in groups of ``group``; None for the frames themselves.
         merge: one step on each drive that stands for k of them, as TAC's binary collapse; ``normalize`` as there.
 
     Returns:
-        Frames [T, N, C, H', W'], or [ceil(T / group), ...]; and the voltages afterwards. Gradients flow to y, scale, shift,
-        v, weights and a PLIF's w; nothing of T frames is saved for them by the fused kernels.
+        Frames [T, N, C, H', W'], or [ceil(T / group), ...]; and the voltages afterwards. Gradients flow to y, residual,
+        scale, shift, v, weights and a PLIF's w; nothing of T frames is saved for them by the fused kernels.
 
     Raises:
         ValueError: shapes or numbers that do not fit. BackendError: a named backend that cannot run this.
@@ -158,9 +160,14 @@ def fire(
         raise ValueError(
             f"fire got weights {list(weights.shape)} in groups of {group} for {emitted} steps; one weight a step"
         )
+    if residual is not None and (merge or residual.shape != (total, *y.shape[1:]) or residual.dtype != y.dtype):
+        raise ValueError(
+            f"fire got a residual {list(residual.shape)} of {residual.dtype} for {total} steps on drives {list(y.shape)} of "
+            f"{y.dtype}, merge={merge}; it takes one frame for each step, and none for merged steps"
+        )
     kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
     wide = reference.accumulation_dtype(y.dtype)
     linear = merged_steps(node, lengths, normalize, wide, y.device) if merge else None
     v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))
-    call = kernels.Call(y, node, v, lengths, linear, scale, shift, pool, weights, group)
+    call = kernels.Call(y, residual, node, v, lengths, linear, scale, shift, pool, weights, group)
     return kernels.RUNNERS[kernel](call)

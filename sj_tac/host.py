@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,40 @@ from torch.nn.modules.conv import _ConvNd
 LIBRARY = "spikingjelly.activation_based."
 
 # Exact types only: a subclass may have other dynamics, and swapping its class would lose them.
-CONVS: tuple[type[nn.Module], ...] = (layer.Conv2d,)
-NORMS: tuple[type[nn.Module], ...] = (layer.BatchNorm2d, layer.ThresholdDependentBatchNorm2d)
+CONVS: tuple[type[nn.Module], ...] = (layer.Conv2d, layer.Conv1d, layer.Conv3d)
+LINEARS: tuple[type[nn.Module], ...] = (layer.Linear,)
+# Containers that fold time into the batch and run torch's own layers, or the host's in step_mode "s".
+CONTAINERS: tuple[type[nn.Module], ...] = (layer.SeqToANNContainer,)
+INNER_CONVS: tuple[type[nn.Module], ...] = (*CONVS, nn.Conv2d, nn.Conv1d, nn.Conv3d)
+INNER_LINEARS: tuple[type[nn.Module], ...] = (*LINEARS, nn.Linear)
+PLAIN_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm1d, nn.BatchNorm3d)
+NORMS: tuple[type[nn.Module], ...] = (
+    layer.BatchNorm2d,
+    layer.BatchNorm1d,
+    layer.BatchNorm3d,
+    layer.ThresholdDependentBatchNorm2d,
+)
 NEURONS: tuple[type[nn.Module], ...] = (neuron.LIFNode, neuron.IFNode, neuron.ParametricLIFNode)
 MAX_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d,)
+# MaxPools of any kind: not linear, so that a mean of steps, or a drive, must not pass one.
+ANY_MAX_POOLS: tuple[type[nn.Module], ...] = (
+    layer.MaxPool1d,
+    layer.MaxPool2d,
+    layer.MaxPool3d,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AdaptiveMaxPool2d,
+)
+AVG_POOLS: tuple[type[nn.Module], ...] = (
+    layer.AvgPool1d,
+    layer.AvgPool2d,
+    layer.AvgPool3d,
+    layer.AdaptiveAvgPool1d,
+    layer.AdaptiveAvgPool2d,
+    layer.AdaptiveAvgPool3d,
+)
+INNER_AVG_POOLS: tuple[type[nn.Module], ...] = (*AVG_POOLS, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool2d)
 POOLS: tuple[type[nn.Module], ...] = (
     layer.MaxPool2d,
     layer.AvgPool2d,
@@ -30,23 +60,13 @@ POOLS: tuple[type[nn.Module], ...] = (
     nn.MaxPool2d,
     nn.AvgPool2d,
 )
-DROPOUTS: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, nn.Dropout)
 FUSED_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d, layer.AvgPool2d)
 # What a weighted sum of frames may pass through, because it treats all frames alike and is linear in them.
-LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, layer.AvgPool2d, nn.Identity)
-# What treats every frame [N, ...] alike, so that it may as well run on frames that stand for several steps.
-PER_FRAME: tuple[type[nn.Module], ...] = (
-    layer.Conv2d,
-    layer.Linear,
-    layer.Flatten,
-    layer.MaxPool2d,
-    layer.AvgPool2d,
-    layer.AdaptiveAvgPool2d,
-    layer.VotingLayer,
-    nn.Linear,
-    *DROPOUTS,
-    nn.Identity,
-)
+LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *AVG_POOLS, layer.Flatten, nn.Identity)
+# What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.
+AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
+# What treats every frame alike, and no more: frames that stand for several steps may pass, sums may not.
+PER_FRAME: tuple[type[nn.Module], ...] = (layer.MaxPool2d, nn.Dropout)
 
 
 def is_conv(module: nn.Module) -> bool:
@@ -67,6 +87,11 @@ def is_neuron(module: nn.Module) -> bool:
 def is_leaf(module: nn.Module) -> bool:
     """What torch.fx must not look into: step modules (they branch on ``step_mode``) and the library's own layers."""
     return isinstance(module, base.StepModule) or type(module).__module__.startswith(LIBRARY + "layer")
+
+
+def is_composite(module: nn.Module) -> bool:
+    """A layer of the library that is built of multi-step modules, as its attention is: torch.fx may look into it."""
+    return is_leaf(module) and not isinstance(module, base.StepModule) and any(True for _ in module.children())
 
 
 def is_multi_step(module: nn.Module) -> bool:
@@ -109,6 +134,15 @@ def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
 def resting_voltage(node: Any) -> float:
     """r: where the voltage decays to, ``v_reset``, or 0 for a soft reset."""
     return 0.0 if node.v_reset is None else float(node.v_reset)
+
+
+def neuron_problem(node: Any) -> str:
+    """Why a neuron's steps must be the host's own; empty where they need not."""
+    if node.store_v_seq:
+        return "store_v_seq wants every step's voltage"
+    if node._neuron_precision is not None:
+        return "the neuron has a precision of its own"
+    return ""
 
 
 def has_user_hooks(module: nn.Module) -> bool:
@@ -231,6 +265,11 @@ def detached_memories(model: nn.Module) -> dict[int, Any]:
     return memo
 
 
+def _own(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Of a module's hooks, those that are part of a converted net."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if getattr(hook, "of_sj_tac", False))
+
+
 @contextlib.contextmanager
 def looked_at(model: nn.Module) -> Iterator[None]:
     """Run the model without leaving a trace on it: eval mode, no gradients, the user's hooks silent, state put back."""
@@ -241,9 +280,9 @@ def looked_at(model: nn.Module) -> Iterator[None]:
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         try:
-            for module in modules:
-                module.__dict__["_forward_hooks"] = OrderedDict()
-                module.__dict__["_forward_pre_hooks"] = OrderedDict()
+            for module, (forward, before) in zip(modules, hooks, strict=True):
+                module.__dict__["_forward_hooks"] = _own(forward)
+                module.__dict__["_forward_pre_hooks"] = _own(before)
             model.eval()
             for module, held, _ in memories:
                 # Clones: a neuron may write into its voltage, and what is put back must be what was there.

@@ -13,24 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
+from sj_tac.drives import LOGITS, SITE_SWAPS, SharedDriveSite
 from sj_tac.errors import BackendError, ConversionError, PolicyError
 from sj_tac.fusion import Fusion
 from sj_tac.kernels import fire as fire_kernels
 from sj_tac.kernels import reference, registry
+from sj_tac.places import DrivePlace, FiringPlace, NormPlace, Place
 from sj_tac.policy import Settings
 from sj_tac.spans import Span, Timeline
-from sj_tac.swapped import (
-    CONV_SWAPS,
-    LOGITS,
-    SWAPS,
-    DrivePlace,
-    FiringPlace,
-    NormPlace,
-    Place,
-    SharedDriveConv2d,
-    is_swapped,
-    source_class,
-)
+from sj_tac.swapped import SWAPS, is_swapped, source_class
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ def absorb(swap: Swap) -> None:
     """Change the class of one module (source class or swapped already) and put it at its place."""
     module, place = swap.module, swap.place
     if isinstance(place, DrivePlace):
-        module.__class__ = CONV_SWAPS[place.mode]
+        module.__class__ = SITE_SWAPS[place.mode][source_class(module)]
         module._tac = place  # type: ignore[assignment]
         _fit_logits(module)
         return
@@ -116,7 +107,7 @@ def _fit_logits(conv: Any) -> None:
 def has_trained_logits(conv: nn.Module) -> bool:
     """True where learned weights are no longer the decay weights they started at."""
     held = conv._parameters.get(LOGITS)
-    return held is not None and isinstance(conv, SharedDriveConv2d) and not torch.equal(held, conv.initial_logits())
+    return held is not None and isinstance(conv, SharedDriveSite) and not torch.equal(held, conv.initial_logits())
 
 
 class _Operator(nn.Module):
@@ -182,12 +173,12 @@ class _Operator(nn.Module):
                 )
             return
         fire_kernels.plan(backend, self.neuron, pool, self.conv.weight)
-        fusion = Fusion(self._timeline, self.conv, self.norm, self.neuron, pool, backend=backend)
+        fusion = Fusion(self._timeline, self.neuron, pool, self.conv, self.norm, backend=backend)
         if pool is not None and not is_swapped(pool):
             absorb(Swap(pool, Place(self._timeline, place.out)))
         for module in fusion.modules():
             module._tac.fusion = fusion
-        self._timeline.fusions = [fusion]
+        place.backend = backend
 
     def forward(self, x: Tensor) -> Tensor:
         """Frames [T, N, C, H, W] -> spikes; T stays for TACTP and for ``emit="frames"``, else ceil(T / k)."""

@@ -1,6 +1,7 @@
 """What to do with which layer: the policy file, its checks and how a policy meets a model's layers.
 
 version: 1
+layers: [conv]               # or [conv, linear]
 default: {mode: preserve, k: 2}
 rules:                       # first match wins; what a rule leaves out comes from default
   - {match: conv_fc.0, mode: keep}
@@ -39,6 +40,7 @@ class Settings(BaseModel):
     normalize: bool = Field(True, strict=True, description="weights sum to 1; false is the paper's form")
     spikes: Literal["count", "binary"] = Field("count", description="of a collapse: mean of k steps, or one step")
     emit: Literal["frames", "groups"] = Field("frames", description="of a collapse up to the output: T, or T/k frames")
+    approximate: bool = Field(False, strict=True, description="convert also where a MaxPool stands before the neuron")
 
     @model_validator(mode="after")
     def _learned_weights_are_normalized(self) -> Settings:
@@ -67,6 +69,7 @@ class Rule(BaseModel):
     normalize: Annotated[bool, Field(strict=True)] | None = None
     spikes: Literal["count", "binary"] | None = None
     emit: Literal["frames", "groups"] | None = None
+    approximate: Annotated[bool, Field(strict=True)] | None = None
 
     @field_validator("match")
     @classmethod
@@ -120,6 +123,9 @@ class Policy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[1] = 1
+    layers: tuple[Literal["conv", "linear"], ...] = Field(
+        ("conv",), min_length=1, description="which layers are converted: convolutions of any dimension, Linear layers"
+    )
     default: Settings = Settings()
     rules: tuple[Rule, ...] = ()
 

@@ -32,6 +32,7 @@ class Reason(StrEnum):
     UNSUPPORTED_NEURON = "UNSUPPORTED_NEURON"
     POOL_BEFORE_NEURON = "POOL_BEFORE_NEURON"
     ADD_BEFORE_NEURON = "ADD_BEFORE_NEURON"
+    NOT_LINEAR = "NOT_LINEAR"
     NO_NEURON = "NO_NEURON"
     COLLAPSE_BRANCHED = "COLLAPSE_BRANCHED"
     COLLAPSE_POOL = "COLLAPSE_POOL"
@@ -42,8 +43,8 @@ class Reason(StrEnum):
 REASONS: dict[Reason, tuple[str, str]] = {
     Reason.POLICY_KEEP: ("the policy says keep", "change the rule to convert it"),
     Reason.INSIDE_LEAF: (
-        "it sits inside a module that torch.fx does not look into",
-        "write conv, norm and neuron as multi-step layers of their own, outside the container",
+        "it sits inside a module that is one step of the graph",
+        "write conv, norm and neuron as multi-step layers of their own; SeqToANNContainer(conv, norm, pool) will do too",
     ),
     Reason.NEVER_CALLED: (
         "the traced forward never calls it as a module",
@@ -54,8 +55,8 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "give each place a module of its own (weights may be shared)",
     ),
     Reason.FAN_OUT: (
-        "what it computes before the neuron has other users, who need every frame",
-        "let only the neuron read it",
+        "what it computes before the neuron is also read where every frame is needed",
+        "let only neurons read it, directly or through sums, pools of means and convs",
     ),
     Reason.NOT_MULTI_STEP: (
         "a module of the chain is in step_mode 's'",
@@ -65,10 +66,13 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "torch.nn.utils.parametrize gave it a class of its own, which a swap would lose",
         "torch.nn.utils.parametrize.remove_parametrizations, then convert",
     ),
-    Reason.UNSUPPORTED_CONV: ("it is not exactly SpikingJelly's layer.Conv2d", "use layer.Conv2d"),
+    Reason.UNSUPPORTED_CONV: (
+        "it is not exactly one of SpikingJelly's layer.Conv1d, Conv2d, Conv3d",
+        "use layer.Conv2d, or put torch's own conv and norm into a layer.SeqToANNContainer",
+    ),
     Reason.UNSUPPORTED_NORM: (
         "its normalisation is not one whose eval mode is the same map for every frame",
-        "layer.BatchNorm2d and layer.ThresholdDependentBatchNorm2d are supported",
+        "layer.BatchNorm1d, 2d, 3d and layer.ThresholdDependentBatchNorm2d are supported",
     ),
     Reason.BATCH_STATS: (
         "its norm keeps no running statistics, so its map depends on the batch, aggregated or not",
@@ -79,17 +83,21 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "use one of the three; subclasses are left alone on purpose",
     ),
     Reason.POOL_BEFORE_NEURON: (
-        "a pooling layer stands between it and the neuron",
-        "pool after the neuron, as conv -> BN -> neuron -> pool",
+        "a MaxPool stands between it and the neuron, and the largest of shared drives is not the frames' own largest",
+        "pool after the neuron, as conv -> BN -> neuron -> pool, or allow it with a rule that says approximate: true",
     ),
     Reason.ADD_BEFORE_NEURON: (
-        "an addition stands between it and the neuron (a residual before the neuron)",
-        "residual sums before the neuron are not converted in this version",
+        "its sum with other frames does not go to neurons alone",
+        "let neurons read the sum, directly or through further sums, pools of means and convs",
     ),
-    Reason.NO_NEURON: ("no neuron follows it", "only conv -> [norm] -> neuron chains are converted"),
+    Reason.NOT_LINEAR: (
+        "what stands between it and the neuron is not affine, or does not treat all frames alike",
+        "keep conv -> norm -> neuron together; activations, attention and products behind the neuron",
+    ),
+    Reason.NO_NEURON: ("no neuron follows it", "only convs that drive neurons are converted"),
     Reason.COLLAPSE_BRANCHED: (
-        "collapse needs a graph that is one chain, and this one branches",
-        "use mode: preserve, which is right in every graph",
+        "time cannot be collapsed there: before its neuron, its drive meets frames at another rate",
+        "use mode: preserve, which is right in every graph, or let the collapse begin before the branches part",
     ),
     Reason.COLLAPSE_POOL: (
         "the mean over a group must be taken after the MaxPool behind the neuron, and this one cannot take it",

@@ -65,13 +65,13 @@ class Timeline:
     def __init__(self) -> None:
         self.grouped = False
         self.steps: int | None = None
-        # The fused chains of the net. What one was about to be handed when a call failed must not reach the next call.
-        self.fusions: list[Any] = []
+        # Where values may travel as sums: decided anew in each call.
+        self.junctions: list[Any] = []
 
     def start(self) -> None:
         self.grouped, self.steps = True, None
-        for fusion in self.fusions:
-            fusion.arriving = False
+        for junction in self.junctions:
+            junction.start()
 
     def stop(self) -> None:
         self.grouped, self.steps = False, None

@@ -134,15 +134,13 @@ ZOO: dict[str, tuple[Any, tuple[int, ...], int, dict[str, int]]] = {
     "spiking_vgg11": (lambda: vgg(spiking_vgg.spiking_vgg11, neuron.IFNode), (3, 32, 32), 8, {}),
     "spiking_vgg11_bn": (lambda: vgg(spiking_vgg.spiking_vgg11_bn, neuron.LIFNode), (3, 32, 32), 8, {}),
     "spiking_resnet18": (
-        lambda: spiking_resnet.spiking_resnet18(spiking_neuron=neuron.LIFNode, num_classes=10), (3, 64, 64), 9,
-        {"ADD_BEFORE_NEURON": 11},
+        lambda: spiking_resnet.spiking_resnet18(spiking_neuron=neuron.LIFNode, num_classes=10), (3, 64, 64), 20, {},
     ),
     "sew_resnet18": (
         lambda: sew_resnet.sew_resnet18(spiking_neuron=neuron.LIFNode, cnf="ADD", num_classes=10), (3, 64, 64), 20, {},
     ),
     "ms_resnet18": (
-        lambda: ms_resnet.ms_resnet18(T=4, num_classes=10), (3, 64, 64), 8,
-        {"ADD_BEFORE_NEURON": 12, "FAN_OUT": 1},
+        lambda: ms_resnet.ms_resnet18(T=4, num_classes=10), (3, 64, 64), 21, {},
     ),
 }  # fmt: skip
 NEEDS_EXAMPLE = {"ms_resnet18"}

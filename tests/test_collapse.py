@@ -259,14 +259,3 @@ def test_collapse_of_zoo_nets_that_are_one_chain(name):
         one = sj_tac.convert(net, "collapse", 1)
         functional.reset_net(net)
         assert torch.equal(one(x), expected)
-
-
-@pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18"])
-def test_collapse_of_a_branched_net_is_refused_by_name(name):
-    net, _ = zoo(name)
-    report = sj_tac.plan(net, "collapse", 2)
-    assert not report.converted
-    assert {v.reason for v in report.refused} <= {"COLLAPSE_BRANCHED", "ADD_BEFORE_NEURON"}
-    assert "one chain" in report["conv1"].detail
-    with pytest.raises(sj_tac.errors.ConversionError, match=r"conv1: COLLAPSE_BRANCHED.*mode: preserve"):
-        sj_tac.convert(net, "collapse", 2)

@@ -14,9 +14,9 @@ from support import ZOO, awake, conv, csnn, frames, node, norm, recorded, zoo
 from torch import nn
 
 import sj_tac
+from sj_tac.drives import SharedDriveSite
 from sj_tac.fusion import Fusion
 from sj_tac.kernels import ops_fire
-from sj_tac.swapped import SharedDriveConv2d
 
 
 def both(net, policy, k, **options):
@@ -37,12 +37,13 @@ def test_real_data_spike_for_spike(tasks, which, policy, k):
     before = ops_fire.RUNS["fire", "numba"]
     with torch.no_grad():
         expected, got = unfused(x), fused(x)
-    assert ops_fire.RUNS["fire", "numba"] == before + len(sj_tac.report(fused).converted)
+    report = sj_tac.report(fused)
+    assert ops_fire.RUNS["fire", "numba"] == before + len(report.converted) + len(report.stretched)
     assert expected.mean() > 0.01
     # The folded BatchNorm changes last bits of the drive: a spike may tip over at the threshold, one in a million.
     assert (expected != got).float().mean() <= 1e-6 * x.shape[0]
-    assert {v.kernel for v in sj_tac.report(fused).converted} == {"numba, fused"}
-    assert {v.kernel for v in sj_tac.report(unfused).converted} == {"reference"}
+    assert {v.kernel for v in report.verdicts} == {"numba, fused"}
+    assert {v.kernel for v in sj_tac.report(unfused).verdicts} == {"reference"}
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -75,14 +76,15 @@ def test_flips_at_the_threshold_are_counted_layer_by_layer(tasks, which):
     with torch.no_grad(), recorded(net, (layer.Conv2d, layer.MaxPool2d)) as host:
         net(x)
     for name, child in unfused.named_modules():
-        if not isinstance(child, SharedDriveConv2d):
+        if not isinstance(child, SharedDriveSite):
             continue
         head, position = name.rsplit(".", 1)
         chain = fused.get_submodule(head)[int(position) : int(position) + 4]
         first, second = copy.deepcopy(chain), sj_tac.restore(fused).get_submodule(head)[int(position) : int(position) + 4]
         source = second(x) if int(position) == 0 else second(host[f"{head}.{int(position) - 1}"][0])
         fusion = first[0]._tac.fusion
-        fusion.next, fusion.timeline.grouped = None, True
+        first[0]._tac.junction = None
+        fusion.junction, fusion.timeline.grouped = None, True
         got = first(x if int(position) == 0 else host[f"{head}.{int(position) - 1}"][0])
         assert fusion.ran == "numba"
         assert source.mean() > 0.005
@@ -119,13 +121,13 @@ def test_groups_travel_and_nothing_of_t_frames_is_written(monkeypatch):
     net = csnn()
     fast = sj_tac.convert(net, "preserve", 4)
     seen = []
-    plain = SharedDriveConv2d._fused_drive
+    plain = SharedDriveSite.forward
 
-    def watch(self, x, fusion):
-        seen.append((x.shape[0], fusion.arriving))
-        return plain(self, x, fusion)
+    def watch(self, x):
+        seen.append((x.shape[0], self._tac.junction is not None and self._tac.junction.is_open))
+        return plain(self, x)
 
-    monkeypatch.setattr(SharedDriveConv2d, "_fused_drive", watch)
+    monkeypatch.setattr(SharedDriveSite, "forward", watch)
     with torch.no_grad():
         fast(frames(10, 2, 2, 8, 8))
     # The second conv is handed groups through pool and all; so is the third.

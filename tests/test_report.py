@@ -48,7 +48,7 @@ def test_stretched_convs_count_less():
 def test_macs_of_convs_that_stay_are_known_from_the_example():
     net = nn.Sequential(
         csnn()[:4],
-        layer.SeqToANNContainer(nn.Conv2d(4, 2, 3, stride=2, groups=2)),
+        layer.SeqToANNContainer(nn.Conv2d(4, 2, 3, stride=2, groups=2), nn.ReLU()),
         node("lif"),
         layer.Conv2d(2, 3, 1, step_mode="m"),
     )

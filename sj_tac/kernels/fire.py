@@ -60,6 +60,7 @@ class Call:
     """
 
     y: Tensor
+    residual: Tensor | None
     node: Any
     v: Tensor | None
     lengths: Sequence[int]
@@ -79,7 +80,8 @@ def run_reference(call: Call) -> tuple[Tensor, Tensor]:
     if call.scale is not None and call.shift is not None:
         y = y * call.scale.view(-1, 1, 1) + call.shift.view(-1, 1, 1)
     if call.linear is None:
-        spikes, v = host.steps_on(node, reference.repeat(y, call.lengths), v)
+        drives = reference.repeat(y, call.lengths)
+        spikes, v = host.steps_on(node, drives if call.residual is None else drives + call.residual.to(drives.dtype), v)
     else:
         rest, fired = host.resting_voltage(node), []
         for drive, (beta, gamma) in zip(y, call.linear, strict=True):
@@ -118,8 +120,8 @@ def operands(call: Call) -> tuple[Any, ...]:
     if pool is not None:
         kind = ops_fire.MAX_POOL if isinstance(pool, nn.MaxPool2d) else ops_fire.AVG_POOL
     return (
-        y, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(), call.weights,
-        [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
+        y, call.residual, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(),
+        call.weights, [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
         float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1], kind, list(window),
         call.group,
     )  # fmt: skip
@@ -128,7 +130,8 @@ def operands(call: Call) -> tuple[Any, ...]:
 def run_numba(call: Call) -> tuple[Tensor, Tensor]:
     """The compiled kernels for the CPU; half drives run in float32, and what comes out is half again."""
     wide = reference.accumulation_dtype(call.y.dtype)
-    out, v = ops_fire.fire(*operands(replace(call, y=call.y.to(wide))))
+    residual = None if call.residual is None else call.residual.to(wide)
+    out, v = ops_fire.fire(*operands(replace(call, y=call.y.to(wide), residual=residual)))
     return out.to(call.y.dtype), v
 
 

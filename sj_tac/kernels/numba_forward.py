@@ -12,10 +12,10 @@ from numba import njit, prange
 from sj_tac.kernels.numba_steps import M0, M1, M2, M3, M4, M5, after, charged, lean
 from sj_tac.kernels.numba_tiles import copy, load, store
 
-# Slots of a tile, and where a tile's drives (four corners), voltages and sums lie in the buffer. Constants, so that the
-# compiler knows that they do not overlap.
+# Slots of a tile, and where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group
+# lie in the buffer. Constants, so that the compiler knows that they do not overlap.
 TILE = 256
-V, SUM = 4 * TILE, 8 * TILE
+V, SUM, DRIVE = 4 * TILE, 8 * TILE, 12 * TILE
 
 
 @lean()
@@ -59,13 +59,15 @@ def _steps(b, n, mode, slots, tau, rest, threshold, low, high, decay, gain, w, z
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def forward(
-    begin, end, y, scale, shift, v0, lengths, linear, constants, mode, slots, last, shape, weights, group, out, v_out
-):
+    begin, end, y, residual, scale, shift, v0, lengths, linear, constants, mode, slots, last, shape, weights, group, out,
+    v_out,
+):  # fmt: skip
     """All steps of the slots ``begin`` to ``end``, as frames or as weighted sums of ``group`` steps.
 
     Args:
         begin, end: slots; threads share them (see threads.py), since each is computed alone.
-        y: [G, M] drives, a frame of N*C*H*W in its own layout; scale, shift: [C], or empty for none.
+        y: [G, M] drives, a frame of N*C*H*W in its own layout; residual: [T, M], or empty for none; scale, shift: [C], or
+            empty for none.
         v0: [M], or empty for voltages at rest; v_out: [M].
         lengths: [G] steps on each drive; linear: [G, 2] beta and gamma of ``h = r + beta (v - r) + gamma x``.
         constants: tau (or sigmoid(w)), rest, threshold, 1, 0, all of y's dtype.
@@ -73,7 +75,7 @@ def forward(
         weights: [T], or empty for frames; out: [T or ceil(T / group), slots].
     """
     tau, rest, threshold, low, high, one, zero = constants
-    b = np.empty(3 * 4 * TILE, y.dtype)
+    b = np.empty(4 * 4 * TILE, y.dtype)
     capacity = TILE if len(slots) > 1 else 4 * TILE
     size = v_out.size
     emitted = size if len(slots) == 1 else size // 4
@@ -89,8 +91,12 @@ def forward(
             b[V : 2 * V] = rest
         t = 0
         for g in range(lengths.size):
-            load(y, g * size, start, stop, b, 0, TILE, scale, shift, shape, slots, last)
+            load(y, g * size, start, stop, b, DRIVE if residual.size else 0, TILE, scale, shift, shape, slots, last)
             for _ in range(lengths[g]):
+                if residual.size:
+                    load(residual, t * size, start, stop, b, 0, TILE, None, None, shape, slots, last)
+                    for i in range(4 * TILE):
+                        b[i] += b[DRIVE + i]
                 if t % group == 0:
                     for i in range(n):
                         b[SUM + i] = zero
@@ -104,12 +110,12 @@ def forward(
 
 @njit(cache=True, parallel=True, nogil=True, error_model="numpy")
 def forward_parallel(
-    threads, units, y, scale, shift, v0, lengths, linear, constants, mode, slots, last, shape, weights, group, out,
+    threads, units, y, residual, scale, shift, v0, lengths, linear, constants, mode, slots, last, shape, weights, group, out,
     v_out,
 ):  # fmt: skip
     """``forward`` over all slots on Numba's threads."""
     for i in prange(threads):
         forward(
-            units * i // threads, units * (i + 1) // threads, y, scale, shift, v0, lengths, linear, constants, mode,
-            slots, last, shape, weights, group, out, v_out,
+            units * i // threads, units * (i + 1) // threads, y, residual, scale, shift, v0, lengths, linear, constants,
+            mode, slots, last, shape, weights, group, out, v_out,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.reference import accumulation_dtype
+from sj_tac.kernels.reference import accumulation_dtype, repeat
 from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
 
 # What the operator's argument ``pool`` says.
@@ -65,6 +65,7 @@ def _linear(y: Tensor, linear: Tensor | None, decay: float, gain: float) -> np.n
 @torch.library.custom_op("sj_tac::fire", mutates_args=(), device_types="cpu")
 def fire(
     y: Tensor,
+    residual: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
     v0: Tensor | None,
@@ -89,7 +90,8 @@ def fire(
     """BN affine -> neuron steps -> pool -> weighted sums; see ``sj_tac.functional.fire`` for what the arguments mean.
 
     Args:
-        y: [G, N, C, H, W], float32 or float64, as all tensors here; scale, shift: [C]; v0: [N, C, H, W], or None at rest.
+        y: [G, N, C, H, W], float32 or float64, as all tensors here; residual: [T, N, C, H, W], added step by step, or None;
+            scale, shift: [C]; v0: [N, C, H, W], or None at rest.
         linear: [G, 2], beta and gamma of the step on each drive, or None where they are the numbers ``decay`` and ``gain``.
         q: sigmoid(w) of a PLIF, 0-dim, without gradient.
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
@@ -98,6 +100,8 @@ def fire(
     Returns:
         Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False.
     """
+    if residual is not None and not in_tiles(y, pool, window):
+        y, scale, shift, linear, lengths, residual = (*_spread(y, residual, scale, shift, linear, lengths), None)
     out, v, last = _outputs(y, lengths, pool, window, weights, group)
     constants, steps = _constants(y, q, tau, rest, threshold, hard), np.array(lengths)
     shared = (steps, _linear(y, linear, decay, gain), constants, mode)
@@ -107,8 +111,8 @@ def fire(
         from sj_tac.kernels import numba_forward, numba_tiles
 
         share(
-            numba_forward, "forward", out.numel() // out.shape[0], work, flat(y, last, y), *affine, flat(v0, last, y),
-            *shared, numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last,
+            numba_forward, "forward", out.numel() // out.shape[0], work, flat(y, last, y), flat(residual, last, y), *affine,
+            flat(v0, last, y), *shared, numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last,
             (y.shape[4], y.shape[2], y.shape[3] * y.shape[4]), ws, group, flat(out, last, y), flat(v, last, y),
         )  # fmt: skip
     else:
@@ -135,9 +139,9 @@ def _planes(x: Tensor | None, planes: int, like: Tensor | None = None) -> np.nda
 
 @fire.register_fake
 def _(
-    y: Tensor, scale: Any, shift: Any, v0: Any, linear: Any, q: Any, weights: Any, lengths: Any, mode: Any, tau: Any,
-    decay: Any, gain: Any, rest: Any, threshold: Any, hard: Any, detach: Any, surrogate: Any, alpha: Any, pool: int,
-    window: Any, group: int,
+    y: Tensor, residual: Any, scale: Any, shift: Any, v0: Any, linear: Any, q: Any, weights: Any, lengths: Any, mode: Any,
+    tau: Any, decay: Any, gain: Any, rest: Any, threshold: Any, hard: Any, detach: Any, surrogate: Any, alpha: Any,
+    pool: int, window: Any, group: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _outputs(y, lengths, pool, window, weights, group)[:2]
 
@@ -240,10 +244,14 @@ def _(
 
 
 @fire.register_kernel("cuda")
-def _(y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _(y: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
     from sj_tac.kernels import cuda_fire, cupy_launch
 
     RUNS["fire", "cupy"] += 1
+    if residual is not None:
+        scale, shift, v0, linear, q, weights, lengths, *options = arguments
+        y, scale, shift, linear, lengths = _spread(y, residual, scale, shift, linear, lengths)
+        arguments = (scale, shift, v0, linear, q, weights, lengths, *options)
     return cuda_fire.Fire(y, *arguments).forward(cupy_launch.launch)
 
 
@@ -268,19 +276,61 @@ def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
+def _spread(
+    y: Tensor, residual: Tensor, scale: Tensor | None, shift: Tensor | None, linear: Tensor | None, lengths: Sequence[int]
+) -> tuple[Tensor, None, None, Tensor | None, list[int]]:
+    """The call without its residual: one drive a step, affine map and residual in it. y, scale, shift, linear, lengths."""
+    wide = accumulation_dtype(y.dtype)
+    drives = y.to(wide)
+    if scale is not None and shift is not None:
+        drives = drives * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
+    drives = (repeat(drives, lengths) + residual.to(wide)).to(y.dtype)
+    if linear is not None:
+        linear = torch.repeat_interleave(linear, torch.tensor(lengths, device=linear.device), 0)
+    return drives, None, None, linear, [1] * sum(lengths)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # Nothing of T frames: the steps are run again from y and v0.
-    ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
+    # Nothing of T frames but the residual, which is there anyway: the steps are run again from y and v0.
+    ctx.save_for_backward(*inputs[:8])
+    ctx.options = inputs[8:]
 
 
 def _backward(ctx: Any, go: Tensor, gv: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    gradients = fire_backward(go, gv, *saved, *ctx.options, ctx.needs_input_grad[4])
+    y, residual, scale, shift, v0, linear, q, weights = ctx.saved_tensors
+    lengths, *options = ctx.options
+    need_linear = ctx.needs_input_grad[5]
+    if residual is None:
+        inputs = (y, scale, shift, v0, linear, q, weights, lengths)
+    else:
+        drives, *_, steps_linear, ones = _spread(y, residual, scale, shift, linear, lengths)
+        inputs = (drives, None, None, v0, steps_linear, q, weights, ones)
+    found = fire_backward(go, gv, *inputs, *options, need_linear)
     gy, g_scale, g_shift, gv0, g_linear, g_weights = (
-        None if x is None else g for x, g in zip((*saved[:5], saved[6]), gradients, strict=True)
+        None if x is None else g for x, g in zip((*inputs[:5], weights), found, strict=True)
     )
-    return (gy, g_scale, g_shift, gv0, g_linear, None, g_weights, *[None] * len(ctx.options))
+    g_residual = None
+    if residual is not None:
+        g_residual = found[0]
+        gy, g_scale, g_shift, g_linear = _gather(g_residual, g_linear, y, scale, lengths)
+    none = [None] * (1 + len(options))
+    return (gy, g_residual, g_scale, g_shift, gv0, g_linear, None, g_weights, *none)
+
+
+def _gather(
+    g_drives: Tensor, g_linear: Tensor | None, y: Tensor, scale: Tensor | None, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The way back of ``_spread``: gradients to y, scale, shift and linear from those of every step's drive."""
+    wide = accumulation_dtype(y.dtype)
+    index = torch.repeat_interleave(torch.arange(len(lengths), device=y.device), torch.tensor(lengths, device=y.device))
+    by_drive = torch.zeros_like(y, dtype=wide).index_add_(0, index, g_drives.to(wide))
+    if g_linear is not None:
+        g_linear = g_linear.new_zeros(len(lengths), 2).index_add_(0, index, g_linear)
+    if scale is None:
+        return by_drive.to(y.dtype), None, None, g_linear
+    dims = (0, 1, 3, 4)
+    g_scale, g_shift = (by_drive * y.to(wide)).sum(dims), by_drive.sum(dims)
+    return (by_drive * scale.view(-1, 1, 1)).to(y.dtype), g_scale, g_shift, g_linear
 
 
 fire.register_autograd(_backward, setup_context=_setup)
