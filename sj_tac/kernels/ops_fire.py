@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.reference import accumulation_dtype, repeat
+from sj_tac.kernels.reference import accumulation_dtype
+from sj_tac.kernels.spread import gather, spread
 from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
 
 # What the operator's argument ``pool`` says.
@@ -62,8 +63,7 @@ def _linear(y: Tensor, linear: Tensor | None, decay: float, gain: float) -> np.n
     return np.full((y.shape[0], 2), (decay, gain), kind)
 
 
-@torch.library.custom_op("sj_tac::fire", mutates_args=(), device_types="cpu")
-def fire(
+def fire_now(
     y: Tensor,
     residual: Tensor | None,
     scale: Tensor | None,
@@ -101,7 +101,7 @@ def fire(
         Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False.
     """
     if residual is not None and not in_tiles(y, pool, window):
-        y, scale, shift, linear, lengths, residual = (*_spread(y, residual, scale, shift, linear, lengths), None)
+        y, scale, shift, linear, lengths, residual = (*spread(y, residual, scale, shift, linear, lengths), None)
     out, v, last = _outputs(y, lengths, pool, window, weights, group)
     constants, steps = _constants(y, q, tau, rest, threshold, hard), np.array(lengths)
     shared = (steps, _linear(y, linear, decay, gain), constants, mode)
@@ -126,6 +126,9 @@ def fire(
         )  # fmt: skip
     RUNS["fire", "numba"] += 1
     return out, v
+
+
+fire = torch.library.custom_op("sj_tac::fire", fire_now, mutates_args=(), device_types="cpu")
 
 
 def _planes(x: Tensor | None, planes: int, like: Tensor | None = None) -> np.ndarray:
@@ -243,25 +246,25 @@ def _(
     return empty(y, list(y.shape), last), like(scale), like(shift), gv0, like(linear), like(weights)
 
 
-@fire.register_kernel("cuda")
-def _(y: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels import cuda_fire, cupy_launch
+def fire_on_cuda(launch: Any, y: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """``fire`` by the CUDA programs; ``launch`` as cuda_fire.Launch."""
+    from sj_tac.kernels import cuda_fire
 
-    RUNS["fire", "cupy"] += 1
+    narrow = y.dtype
     if residual is not None:
         scale, shift, v0, linear, q, weights, lengths, *options = arguments
-        y, scale, shift, linear, lengths = _spread(y, residual, scale, shift, linear, lengths)
+        y, scale, shift, linear, lengths = spread(y, residual, scale, shift, linear, lengths)
         arguments = (scale, shift, v0, linear, q, weights, lengths, *options)
-    return cuda_fire.Fire(y, *arguments).forward(cupy_launch.launch)
+    out, v = cuda_fire.Fire(y, *arguments).forward(launch)
+    return out.to(narrow), v
 
 
-@fire_backward.register_kernel("cuda")
-def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    from sj_tac.kernels import cuda_fire, cupy_launch
+def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """``fire_backward`` by the CUDA programs."""
+    from sj_tac.kernels import cuda_fire
 
-    RUNS["fire", "cupy"] += 1
     scale, shift, linear = arguments[0], arguments[1], arguments[3]
-    found = cuda_fire.Fire(y, *arguments[:-1]).backward(cupy_launch.launch, go, gv, arguments[-1])
+    found = cuda_fire.Fire(y, *arguments[:-1]).backward(launch, go, gv, arguments[-1])
     gy, g_scale, g_shift, gv0, g_linear, g_weights = found
 
     def or_none(gradient: Tensor | None, wanted: bool = True) -> Tensor:
@@ -276,18 +279,20 @@ def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-def _spread(
-    y: Tensor, residual: Tensor, scale: Tensor | None, shift: Tensor | None, linear: Tensor | None, lengths: Sequence[int]
-) -> tuple[Tensor, None, None, Tensor | None, list[int]]:
-    """The call without its residual: one drive a step, affine map and residual in it. y, scale, shift, linear, lengths."""
-    wide = accumulation_dtype(y.dtype)
-    drives = y.to(wide)
-    if scale is not None and shift is not None:
-        drives = drives * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
-    drives = (repeat(drives, lengths) + residual.to(wide)).to(y.dtype)
-    if linear is not None:
-        linear = torch.repeat_interleave(linear, torch.tensor(lengths, device=linear.device), 0)
-    return drives, None, None, linear, [1] * sum(lengths)
+@fire.register_kernel("cuda")
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from sj_tac.kernels import cupy_launch
+
+    RUNS["fire", "cupy"] += 1
+    return fire_on_cuda(cupy_launch.launch, *arguments)
+
+
+@fire_backward.register_kernel("cuda")
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    from sj_tac.kernels import cupy_launch
+
+    RUNS["fire", "cupy"] += 1
+    return fire_backward_on_cuda(cupy_launch.launch, *arguments)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -299,38 +304,20 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, go: Tensor, gv: Tensor) -> tuple[Any, ...]:
     y, residual, scale, shift, v0, linear, q, weights = ctx.saved_tensors
     lengths, *options = ctx.options
-    need_linear = ctx.needs_input_grad[5]
-    if residual is None:
-        inputs = (y, scale, shift, v0, linear, q, weights, lengths)
-    else:
-        drives, *_, steps_linear, ones = _spread(y, residual, scale, shift, linear, lengths)
-        inputs = (drives, None, None, v0, steps_linear, q, weights, ones)
-    found = fire_backward(go, gv, *inputs, *options, need_linear)
+    inputs = (y, scale, shift, v0, linear, q, weights, lengths)
+    if residual is not None:
+        drives, _, _, steps_linear, ones = spread(y, residual, scale, shift, linear, lengths)
+        inputs, go = (drives, None, None, v0, steps_linear, q, weights, ones), go.to(drives.dtype)
+    found = fire_backward(go, gv, *inputs, *options, ctx.needs_input_grad[5])
     gy, g_scale, g_shift, gv0, g_linear, g_weights = (
         None if x is None else g for x, g in zip((*inputs[:5], weights), found, strict=True)
     )
     g_residual = None
     if residual is not None:
-        g_residual = found[0]
-        gy, g_scale, g_shift, g_linear = _gather(g_residual, g_linear, y, scale, lengths)
+        g_residual = found[0].to(residual.dtype)
+        gy, g_scale, g_shift, g_linear = gather(found[0], g_linear, y, scale, lengths)
     none = [None] * (1 + len(options))
     return (gy, g_residual, g_scale, g_shift, gv0, g_linear, None, g_weights, *none)
-
-
-def _gather(
-    g_drives: Tensor, g_linear: Tensor | None, y: Tensor, scale: Tensor | None, lengths: Sequence[int]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The way back of ``_spread``: gradients to y, scale, shift and linear from those of every step's drive."""
-    wide = accumulation_dtype(y.dtype)
-    index = torch.repeat_interleave(torch.arange(len(lengths), device=y.device), torch.tensor(lengths, device=y.device))
-    by_drive = torch.zeros_like(y, dtype=wide).index_add_(0, index, g_drives.to(wide))
-    if g_linear is not None:
-        g_linear = g_linear.new_zeros(len(lengths), 2).index_add_(0, index, g_linear)
-    if scale is None:
-        return by_drive.to(y.dtype), None, None, g_linear
-    dims = (0, 1, 3, 4)
-    g_scale, g_shift = (by_drive * y.to(wide)).sum(dims), by_drive.sum(dims)
-    return (by_drive * scale.view(-1, 1, 1)).to(y.dtype), g_scale, g_shift, g_linear
 
 
 fire.register_autograd(_backward, setup_context=_setup)

@@ -28,6 +28,7 @@ space = st.fixed_dictionaries(
         "pool": st.sampled_from(range(len(POOLS))),
         "group": st.sampled_from([None, 1, 2, 3, 7]),
         "affine": st.booleans(),
+        "residual": st.booleans(),
         "merge": st.booleans(),
         "normalize": st.booleans(),
         "channels_last": st.booleans(),
@@ -55,6 +56,8 @@ def build(case):
     options |= {"merge": case["merge"], "normalize": case["normalize"]}
     if case["affine"]:
         options |= {"scale": torch.rand(c).add(0.5).to(wide), "shift": torch.randn(c).mul(0.3).to(wide)}
+    if case["residual"] and not case["merge"]:
+        options["residual"] = torch.randn(case["steps"], n, c, height, width).to(case["dtype"])
     if case["group"]:
         emitted = groups if case["merge"] else case["steps"]
         options |= {"weights": torch.rand(emitted).to(wide), "group": case["group"]}
@@ -98,7 +101,7 @@ def assert_is_the_reference(backend, y, spiking, k, options, flips=0.0, toleranc
         if not gradient.numel():
             continue  # of an empty batch
         scale = gradient.abs().max().to(terms.dtype).clamp_min(1e-3)
-        if name not in ("y", "v"):
+        if name not in ("y", "v", "residual"):
             # A sum over all frames and pixels, whose terms cancel: its rounding is relative to what is summed. float64,
             # where it is held to 1e-10, shows that the terms are the right ones.
             scale = torch.maximum(scale, terms / 10)

@@ -10,7 +10,6 @@ from support import node
 
 from sj_tac.kernels import cuda_aggregate, ops_fire
 from sj_tac.kernels import fire as kernels
-from sj_tac.kernels.cuda_fire import Fire
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 
@@ -22,19 +21,14 @@ def on_the_cpu(monkeypatch):
     class Operator(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            ctx.save_for_backward(*arguments[:7])
-            ctx.options = arguments[7:]
-            return Fire(*arguments).forward(shim.launch)
+            ops_fire._setup(ctx, arguments, None)
+            return ops_fire.fire_on_cuda(shim.launch, *arguments)
 
         @staticmethod
         def backward(ctx, go, gv):
-            found = Fire(*ctx.saved_tensors, *ctx.options).backward(shim.launch, go, gv, ctx.needs_input_grad[4])
-            gy, g_scale, g_shift, gv0, g_linear, g_weights = found
-            _, scale, shift, v0, _, _, _ = ctx.saved_tensors
-            g_scale, g_shift = (g if x is not None else None for g, x in ((g_scale, scale), (g_shift, shift)))
-            assert (gv0 is None) == (v0 is None)
-            return (gy, g_scale, g_shift, gv0, g_linear, None, g_weights, *[None] * len(ctx.options))
+            return ops_fire._backward(ctx, go, gv)
 
+    monkeypatch.setattr(ops_fire, "fire_backward", lambda *a: ops_fire.fire_backward_on_cuda(shim.launch, *a))
     monkeypatch.setattr(kernels, "choose", lambda backend, *_: (backend, ""))
     monkeypatch.setattr(ops_fire, "fire", Operator.apply)
 

@@ -30,13 +30,16 @@ def test_numba_is_the_reference(case):
 @pytest.mark.parametrize("shape", [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40, 4, 4)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2)])
-def test_many_tiles_in_both_layouts(shape, layout, pool):
+@pytest.mark.parametrize("residual", [False, True])
+def test_many_tiles_in_both_layouts(shape, layout, pool, residual):
     """Maps of many tiles, tiles of many maps, rows and channels longer than a tile; the output has the layout of y."""
     torch.manual_seed(0)
     y = torch.randn(3 * shape[0], *shape[1:]).contiguous(memory_format=layout).unflatten(0, (3, shape[0]))
     channels = shape[1]
     options = {"steps": 8, "v": torch.randn(shape).mul(0.2), "pool": pool, "weights": torch.rand(8), "group": 3}
     options |= {"scale": torch.rand(channels).add(0.5), "shift": torch.randn(channels).mul(0.3)}
+    if residual:
+        options["residual"] = torch.randn(8, *shape)
     spiking = node("plif", v_threshold=0.4)
     got = assert_is_the_reference("numba", y, spiking, 3, options)
     assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
@@ -137,6 +140,10 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
         fire(y.to("meta"), node("lif"), backend="numba")
     with pytest.raises(ValueError, match=r"fire got drives \[2, 1, 2, 6, 6\] with k=2 and 5 steps"):
         fire(y, node("lif"), 2, steps=5)
+    with pytest.raises(
+        ValueError, match=r"fire got a residual \[2, 1, 2, 6, 6\] of torch.float32 for 4 steps.*one frame"
+    ):
+        fire(y, node("lif"), 2, residual=y)
     with pytest.raises(ValueError, match=r"fire got weights \[3\] in groups of 2 for 4 steps; one weight a step"):
         fire(y, node("lif"), 2, weights=torch.ones(3), group=2)
 
