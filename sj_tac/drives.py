@@ -75,7 +75,9 @@ class SharedDriveSite(nn.Module):
 
     def _see(self, steps: int, y: Tensor) -> None:
         if not torch.compiler.is_compiling():
-            self._tac.seen = (steps, y[0, 0].numel() * self.inner().weight[0].numel())
+            weight = self.inner().weight
+            per_frame = y.numel() // max(1, y.shape[0] * y.shape[1])
+            self._tac.seen = (steps, per_frame * (weight.numel() // weight.shape[0]))
 
     def _drive(self, x: Tensor, steps: int) -> Tensor:
         groups = self._tac.groups(steps)

@@ -166,6 +166,15 @@ def fire(
             f"{y.dtype}, merge={merge}; it takes one frame for each step, and none for merged steps"
         )
     kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
+    return fire_checked(kernel, y, node, lengths, v, residual, scale, shift, pool, weights, group, merge, normalize)
+
+
+def fire_checked(
+    kernel: str, y: Tensor, node: nn.Module, lengths: Sequence[int], v: Tensor | None, residual: Tensor | None,
+    scale: Tensor | None, shift: Tensor | None, pool: nn.Module | None, weights: Tensor | None, group: int, merge: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``fire`` by one kernel, with ``lengths[g]`` steps on drive g and everything else known to fit."""
     wide = reference.accumulation_dtype(y.dtype)
     linear = merged_steps(node, lengths, normalize, wide, y.device) if merge else None
     v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sj_tac import host
-from sj_tac.functional import fire
+from sj_tac.functional import fire_checked
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
 from sj_tac.shared import SharedDrive
@@ -138,13 +138,16 @@ class Fusion:
         weights, group = self.weights(y.dtype, y.device)
         v = None if host.is_at_rest(node) else host.take_state(node, y)
         self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device, y.dtype)
-        out, v = fire(
-            _as_maps(y), node, max(lengths), steps=sum(lengths), v=None if v is None else _as_maps(v.unsqueeze(0))[0],
-            residual=None if residual is None else _as_maps(residual), scale=scale, shift=shift, pool=self.pool,
-            weights=weights, group=group, merge=place.merge > 1, normalize=place.normalize, backend=self.ran,
+        frame = y.shape[1:]
+        if len(frame) != 4:
+            y, residual = _as_maps(y), None if residual is None else _as_maps(residual)
+            v = None if v is None else v.reshape(y.shape[1:])
+        out, v = fire_checked(
+            self.ran, y, node, lengths, v, residual, scale, shift, self.pool, weights, group, place.merge > 1,
+            place.normalize,
         )  # fmt: skip
-        if y.dim() != 5:
-            out, v = out.reshape(-1, *y.shape[1:]), v.reshape(y.shape[1:])
+        if len(frame) != 4:
+            out, v = out.reshape(-1, *frame), v.reshape(frame)
         host.put_state(node, v, [])
         return out
 
@@ -185,8 +188,6 @@ class Fusion:
 
 def _as_maps(x: Tensor) -> Tensor:
     """Frames of any dimension as [T, N, C, H, W], which is what ``fire`` takes: neurons do not look at their neighbours."""
-    if x.dim() == 5:
-        return x
     if x.dim() <= 3:
         return x.reshape(*x.shape[:2], -1, 1, 1)
     return x.reshape(*x.shape[:3], -1, 1)

@@ -130,9 +130,20 @@ def operands(call: Call) -> tuple[Any, ...]:
 def run_numba(call: Call) -> tuple[Tensor, Tensor]:
     """The compiled kernels for the CPU; half drives run in float32, and what comes out is half again."""
     wide = reference.accumulation_dtype(call.y.dtype)
+    if call.y.dtype == wide:
+        return _numba(call)
     residual = None if call.residual is None else call.residual.to(wide)
-    out, v = ops_fire.fire(*operands(replace(call, y=call.y.to(wide), residual=residual)))
+    out, v = _numba(replace(call, y=call.y.to(wide), residual=residual))
     return out.to(call.y.dtype), v
+
+
+def _numba(call: Call) -> tuple[Tensor, Tensor]:
+    """By torch's operator; straight where it has nothing to do, because its dispatch costs as much as a small map."""
+    inputs = (call.y, call.residual, call.v, call.scale, call.shift, call.weights, getattr(call.node, "w", None))
+    differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    run = ops_fire.fire if differentiates or not host.is_plain(call.y) else ops_fire.fire_now
+    out: tuple[Tensor, Tensor] = run(*operands(call))
+    return out
 
 
 def run_cupy(call: Call) -> tuple[Tensor, Tensor]:

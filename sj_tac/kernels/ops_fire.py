@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,18 @@ def _linear(y: Tensor, linear: Tensor | None, decay: float, gain: float) -> np.n
     """beta and gamma on each drive, [G, 2]."""
     if linear is not None:
         return vector(linear, y)
-    kind = np.float64 if y.dtype == torch.float64 else np.float32
-    return np.full((y.shape[0], 2), (decay, gain), kind)
+    return _same_on_all(y.shape[0], decay, gain, y.dtype)
+
+
+@lru_cache(maxsize=256)
+def _same_on_all(drives: int, decay: float, gain: float, dtype: torch.dtype) -> np.ndarray:
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    return np.full((drives, 2), (decay, gain), kind)
+
+
+@lru_cache(maxsize=256)
+def _steps_of(lengths: tuple[int, ...]) -> np.ndarray:
+    return np.array(lengths)
 
 
 def fire_now(
@@ -103,7 +114,7 @@ def fire_now(
     if residual is not None and not in_tiles(y, pool, window):
         y, scale, shift, linear, lengths, residual = (*spread(y, residual, scale, shift, linear, lengths), None)
     out, v, last = _outputs(y, lengths, pool, window, weights, group)
-    constants, steps = _constants(y, q, tau, rest, threshold, hard), np.array(lengths)
+    constants, steps = _constants(y, q, tau, rest, threshold, hard), _steps_of(tuple(lengths))
     shared = (steps, _linear(y, linear, decay, gain), constants, mode)
     work = y.numel() // y.shape[0] * sum(lengths)
     affine, ws = (vector(scale, y), vector(shift, y)), vector(weights, y)
@@ -183,7 +194,7 @@ def fire_backward(
     last = tiled and is_channels_last(y)
     gy = empty(y, list(y.shape), last)
     gv0 = y.new_empty(0) if v0 is None else empty(y, list(y.shape[1:]), last)
-    constants, steps = _constants(y, q, tau, rest, threshold, hard), np.array(lengths)
+    constants, steps = _constants(y, q, tau, rest, threshold, hard), _steps_of(tuple(lengths))
     kind = type(constants[0])
     # keep, rest_gain, h_gain: how the voltage behind the reset depends on h and, with the reset in the graph, on the spike.
     resets = (0.0, 0.0 if detach else rest, 0.0 if detach else -1.0) if hard else (1.0, 0.0 if detach else -threshold, 0.0)
