@@ -165,7 +165,7 @@ class _Walk:
                 "before it"
             )
             refusal = Refusal(Reason.K_NOT_WHOLE, detail)
-        binary = setting.mode == "collapse" and setting.spikes == "binary" and setting.k > span.stretch
+        binary = setting.mode == "collapse" and setting.spikes == "binary" and max(setting.k, span.stretch) > 1
         if binary and not chain.direct:
             detail = (
                 "a binary collapse makes one step of several, which only a neuron with no other reader or input can take"
