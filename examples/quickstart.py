@@ -24,10 +24,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from spikingjelly.activation_based import functional, neuron
-from spikingjelly.activation_based.functional import conv_bn_fusion
 
 import sj_tac
 from sj_tac.report import total_macs
+
+try:
+    from spikingjelly.activation_based.functional import conv_bn_fusion
+except ImportError:  # SpikingJelly before 2.0 has none
+    conv_bn_fusion = None
 
 HERE = Path(__file__).resolve().parent
 MIXED = HERE / "policies" / "mixed.yaml"
@@ -91,10 +95,9 @@ def variants(task: Task) -> list[Result]:
         (f"policies/{MIXED.name}", MIXED, 2),
     ]
     before, _ = total_macs(sj_tac.plan(task.net, example_input=sample).verdicts)
-    results = [
-        Result(SOURCE, task.net, before),
-        Result(FUSED, conv_bn_fusion.fuse_conv_bn_eval_modules(task.net), before),
-    ]
+    results = [Result(SOURCE, task.net, before)]
+    if conv_bn_fusion is not None:
+        results.append(Result(FUSED, conv_bn_fusion.fuse_conv_bn_eval_modules(task.net), before))
     for name, policy, k in policies:
         fast = sj_tac.convert(task.net, policy, k, example_input=sample)
         assert list(fast.state_dict()) == list(task.net.state_dict())

@@ -1,4 +1,8 @@
-"""All that is SpikingJelly's: its types, its neurons' constants, its module state. Nothing else imports its internals."""
+"""All that is SpikingJelly's: its types, its neurons' constants, its module state. Nothing else imports its internals.
+
+Two hosts are known: 2.0, and 0.0.0.0.14 from before its rewrite (``IS_V2`` is False), whose neurons keep their state in
+attributes of their own and which has no functions for the steps of a neuron.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 LIBRARY = "spikingjelly.activation_based."
+IS_V2 = hasattr(base.MemoryModule, "materialize_states")
 
 # Exact types only: a subclass may have other dynamics, and swapping its class would lose them.
 CONVS: tuple[type[nn.Module], ...] = (layer.Conv2d, layer.Conv1d, layer.Conv3d)
@@ -128,8 +133,10 @@ def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:
 def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
     """The second half of a neuron step: charged voltage h -> (spike, voltage after the reset)."""
     spike = node.surrogate_function(charged - node.v_threshold)
-    voltage: Tensor = functional.voltage_reset(charged, spike, node.v_threshold, node.v_reset, node.detach_reset)
-    return spike, voltage
+    fired = spike.detach() if node.detach_reset else spike
+    if node.v_reset is None:
+        return spike, charged - fired * node.v_threshold
+    return spike, (1.0 - fired) * charged + fired * node.v_reset
 
 
 def resting_voltage(node: Any) -> float:
@@ -141,7 +148,7 @@ def neuron_problem(node: Any) -> str:
     """Why a neuron's steps must be the host's own; empty where they need not."""
     if node.store_v_seq:
         return "store_v_seq wants every step's voltage"
-    if node._neuron_precision is not None:
+    if getattr(node, "_neuron_precision", None) is not None:
         return "the neuron has a precision of its own"
     return ""
 
@@ -156,6 +163,8 @@ def has_user_hooks(module: nn.Module) -> bool:
 
 def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
     """Ordinary steps on the drives [T, ...] from ``voltage``, by the host's own functions: spikes [T, ...], last voltage."""
+    if not IS_V2:
+        return _loop(node, drives, voltage)
     shared = (node.v_threshold, node.v_reset, node.surrogate_function, node.detach_reset)
     if isinstance(node, neuron.ParametricLIFNode):
         spikes, last, _ = functional.plif_multi_step(drives, voltage, node.w, node.decay_input, *shared)
@@ -164,6 +173,23 @@ def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor
     else:
         spikes, last, _ = functional.if_multi_step(drives, voltage, *shared)
     return spikes, last
+
+
+def _loop(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
+    """``steps_on`` for a host that has no functions for it, in the order of operations of the one that has."""
+    rest, spikes = resting_voltage(node), []
+    for x in drives:
+        if isinstance(node, neuron.ParametricLIFNode):
+            rate = node.w.sigmoid().to(voltage.dtype)
+            charged = voltage + (x - (voltage - rest)) * rate if node.decay_input else voltage - (voltage - rest) * rate + x
+        elif isinstance(node, neuron.LIFNode):
+            tau = float(node.tau)
+            charged = voltage + (x - (voltage - rest)) / tau if node.decay_input else voltage - (voltage - rest) / tau + x
+        else:
+            charged = voltage + x
+        spike, voltage = fire_and_reset(node, charged)
+        spikes.append(spike)
+    return torch.stack(spikes), voltage
 
 
 def charge_mode(node: Any, merged: bool) -> int:
@@ -177,16 +203,10 @@ def charge_mode(node: Any, merged: bool) -> int:
     return 4
 
 
-# The surrogates whose derivative the fused kernels know, numbered as the host numbers them.
-FUSED_SURROGATES: tuple[type[nn.Module], ...] = (
-    surrogate.Sigmoid,
-    surrogate.ATan,
-    surrogate.PiecewiseQuadratic,
-    surrogate.PiecewiseExp,
-    surrogate.SoftSign,
-    surrogate.SuperSpike,
-    surrogate.Erf,
-)
+# The surrogates whose derivative the fused kernels know, in the order that numbers them; the older host lacks one.
+_SURROGATES = ("Sigmoid", "ATan", "PiecewiseQuadratic", "PiecewiseExp", "SoftSign", "SuperSpike", "Erf")
+_NUMBERS = {getattr(surrogate, name): i for i, name in enumerate(_SURROGATES) if hasattr(surrogate, name)}
+FUSED_SURROGATES: tuple[type[nn.Module], ...] = tuple(_NUMBERS)
 
 
 def fused_surrogate(node: Any) -> tuple[int, float] | None:
@@ -194,7 +214,7 @@ def fused_surrogate(node: Any) -> tuple[int, float] | None:
     function = node.surrogate_function
     if type(function) not in FUSED_SURROGATES or not function.spiking or not isinstance(function.alpha, (int, float)):
         return None
-    return FUSED_SURROGATES.index(type(function)), float(function.alpha)
+    return _NUMBERS[type(function)], float(function.alpha)
 
 
 def affine(norm: Any) -> tuple[Tensor, Tensor]:
@@ -256,9 +276,19 @@ def pool_window(pool: Any) -> tuple[int, ...] | None:
 
 def take_state(node: Any, frames: Tensor) -> Tensor:
     """The neuron's voltage for frames [T, ...], made or re-made by the host's own rules."""
-    states = node.materialize_states((frames,), tuple(node._memories.values()), "m")
-    voltage: Tensor = states[0]
-    return voltage
+    if IS_V2:
+        states = node.materialize_states((frames,), tuple(node._memories.values()), "m")
+        voltage: Tensor = states[0]
+        return voltage
+    if isinstance(node.v, float):
+        node.v = torch.full_like(frames[0], node.v, dtype=wide_dtype(frames.dtype))
+    held: Tensor = node.v
+    return held
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of voltages and sums: float32 for half inputs, which would lose bits; otherwise the dtype itself."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def is_at_rest(node: Any) -> bool:
@@ -270,18 +300,20 @@ def is_at_rest(node: Any) -> bool:
 def put_state(node: Any, voltage: Tensor, history: list[Tensor]) -> None:
     """Store the voltage after a call, and its history where ``store_v_seq`` is on."""
     node._memories["v"] = voltage
-    node.v_seq = torch.stack(history) if node.store_v_seq else None
+    if IS_V2 or node.store_v_seq:
+        node.v_seq = torch.stack(history) if node.store_v_seq else None
 
 
 def reset(model: nn.Module) -> None:
     """Set every memory of the model to its reset value."""
-    functional.invalidate_reset_cache(model)
+    forget_reset_cache(model)
     functional.reset_net(model)
 
 
 def forget_reset_cache(model: nn.Module) -> None:
     """``reset_net`` caches a net's module list; call this after every change to a net's modules."""
-    functional.invalidate_reset_cache(model)
+    if IS_V2:
+        functional.invalidate_reset_cache(model)
 
 
 def detached_memories(model: nn.Module) -> dict[int, Any]:

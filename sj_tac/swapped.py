@@ -33,7 +33,7 @@ class _PlacedNode(neuron.BaseNode):
 
     def materialize_states(self, inputs: tuple[Any, ...], states: tuple[Any, ...], step_mode: str) -> tuple[Any, ...]:
         x = inputs[0]
-        wide = reference.accumulation_dtype(x.dtype)
+        wide = host.wide_dtype(x.dtype)
         if step_mode == "m" and x.dtype != wide and self._neuron_precision is None:
             # The host keeps the voltage in the input's dtype; a decay of a half voltage loses small drives for good.
             state, *others = super().materialize_states((x[:1].to(wide), *inputs[1:]), states, step_mode)
@@ -55,7 +55,8 @@ class _PlacedNode(neuron.BaseNode):
         return place.run(x_seq, place.out, self._stretched_steps)
 
     def _steps(self, x: Tensor) -> Tensor:
-        spikes: Tensor = super().multi_step_forward(x)
+        # The older host makes a voltage of its input's dtype, so that is what widens it.
+        spikes: Tensor = super().multi_step_forward(x if host.IS_V2 else x.to(host.wide_dtype(x.dtype)))
         return spikes.to(x.dtype)
 
     def _stretched_steps(self, x: Tensor, steps: int) -> Tensor:

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer
-from support import conv, csnn, frames, node, norm, same_state
+from support import conv, csnn, frames, node, norm, only_v2, same_state
 from torch import nn
 
 import sj_tac
@@ -217,6 +217,7 @@ def test_learned_weights_are_one_key_a_layer_and_not_dropped_by_accident(x):
     assert fast[0].tac_logits.shape == (4,)
 
 
+@only_v2
 @pytest.mark.parametrize("policy", ["preserve", "collapse"])
 # torch's own: the state that a neuron keeps in a plain attribute is new to export.
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:contextlib", "ignore::FutureWarning")

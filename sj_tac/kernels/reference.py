@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from sj_tac import host
+
 NAME = "reference"
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half inputs, whose sums and voltages would lose bits; otherwise the dtype itself."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+accumulation_dtype = host.wide_dtype
 
 
 @lru_cache(maxsize=256)

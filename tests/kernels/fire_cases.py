@@ -21,7 +21,7 @@ space = st.fixed_dictionaries(
         "neuron": st.sampled_from(NEURONS),
         "tau": st.sampled_from([2.0, 1.3, 10.0]),
         "detach_reset": st.booleans(),
-        "surrogate": st.sampled_from(range(7)),
+        "surrogate": st.sampled_from(range(len(host.FUSED_SURROGATES))),
         "k": st.integers(1, 5),
         "steps": st.integers(1, 11),
         "shape": st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(3, 9), st.integers(3, 9)),

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer
-from support import NEURONS, SURROGATES, conv, frames, node, norm, plain
+from support import NEURONS, SURROGATES, conv, frames, node, norm, only_v2, plain
 
 from sj_tac import TAC, TACTP
 
@@ -86,7 +86,7 @@ def test_every_number_of_frames(kind, v_reset, decay_input, dtype):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["batch", "threshold", "none"])
+@pytest.mark.parametrize("kind", ["batch", pytest.param("threshold", marks=only_v2), "none"])
 def test_every_conv_and_norm(options, kind):
     torch.manual_seed(2)
     convolution = conv(**options)

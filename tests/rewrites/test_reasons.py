@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from spikingjelly.activation_based import functional, layer, neuron
+from spikingjelly.activation_based import layer, neuron
 from support import conv, node, norm
 from torch import nn
 
@@ -66,7 +66,7 @@ def unread(front, x):
 
 
 def by_weight(front, x):
-    return front[1](functional.seq_to_ann_forward(x, lambda y: F.conv2d(y, front[0].weight, padding=1)))
+    return front[1](F.conv2d(x.flatten(0, 1), front[0].weight, padding=1).unflatten(0, (-1, 2)))
 
 
 CASES = {
@@ -77,8 +77,8 @@ CASES = {
     Reason.FAN_OUT: Around(conv(), norm(), node("lif"), forward=fan_out),
     Reason.NOT_MULTI_STEP: Around(conv(step_mode="s"), norm(), node("lif")),
     Reason.PARAMETRIZED: Around(parametrized(), norm(), node("lif")),
-    Reason.UNSUPPORTED_CONV: Around(layer.WSConv2d(2, 3, 3, padding=1, step_mode="m"), norm(), node("lif")),
-    Reason.UNSUPPORTED_NORM: Around(conv(), layer.TemporalEffectiveBatchNorm2d(4, 3), node("lif")),
+    Reason.UNSUPPORTED_CONV: Around(layer.ConvTranspose2d(2, 3, 3, padding=1, step_mode="m"), norm(), node("lif")),
+    Reason.UNSUPPORTED_NORM: Around(conv(), layer.GroupNorm(1, 3, step_mode="m"), node("lif")),
     Reason.BATCH_STATS: Around(conv(), layer.BatchNorm2d(3, track_running_stats=False, step_mode="m"), node("lif")),
     Reason.UNSUPPORTED_NEURON: Around(conv(), norm(), Slow(step_mode="m")),
     Reason.POOL_BEFORE_NEURON: Around(conv(), norm(), layer.MaxPool2d(3, 1, 1, step_mode="m"), node("lif")),
