@@ -14,6 +14,7 @@ from rewrites.flow import Flow, read
 from rewrites.fuse import fuse as fuse_chains
 from rewrites.timeaxis import Layout, lay_out
 from rewrites.trace import as_arguments, trace
+from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import registry
 from sj_tac.policy import Rule, Settings, as_policy
@@ -95,6 +96,9 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
     flow = read(model, traced.graph)
     chains = find_chains(model, flow, traced.closed, "linear" in checked.layers)
     resolved = checked.resolve(list(chains))
+    if "conv" not in checked.layers:
+        convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
+        resolved |= {name: (Settings(mode="keep"), None) for name in convs}
     settings = {name: found for name, (found, _) in resolved.items()}
     sites = {chain.conv: chain.site for chain in chains.values() if isinstance(chain, Chain)}
     exact = all(s.k == 1 for s in settings.values() if s.mode != "keep")
@@ -106,10 +110,10 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
 
 
 def _run_source(model: nn.Module, arguments: tuple[Any, ...], sites: Mapping[str, str], exact: bool) -> verification.Run:
-    try:
-        return verification.run(model, arguments, sites, what="the model", exact=exact)
-    except ConversionError as error:
-        raise ConversionError(f"{error}; pass a batch [T, N, C, H, W] that it takes") from error.__cause__
+    found = verification.run(model, arguments, sites, exact=exact)
+    if found.failure:
+        raise ConversionError(f"the model {found.failure}; pass a batch [T, N, C, H, W] that it takes") from found.error
+    return found
 
 
 def _check_exact_rules(

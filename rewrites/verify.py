@@ -32,11 +32,14 @@ class Run:
     Attributes:
         macs: T and multiply-accumulates per frame and sample, of every conv and Linear.
         calls: every module call in the order they ended; output: what the net put out.
+        failure: why it did not end, and in which module; empty where it did.
     """
 
     macs: dict[str, tuple[int, int]]
     calls: list[Seen]
     output: list[Tensor]
+    failure: str = ""
+    error: Exception | None = None
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -49,7 +52,6 @@ def run(
     arguments: tuple[Any, ...],
     sites: Mapping[str, str],
     *,
-    what: str = "the converted net",
     watched: bool = True,
     exact: bool = False,
 ) -> Run:
@@ -57,11 +59,7 @@ def run(
 
     Args:
         sites: for a conv, the module whose output has T in front, where that is another one.
-        what: what errors call the model.
         watched: with hooks on all modules, which makes a converted net run unfused; exact: take down the numbers, too.
-
-    Raises:
-        ConversionError: the model does not run; names the module that stopped.
     """
     data = arguments[0]
     batch = data.shape[1] if isinstance(data, Tensor) and data.dim() == 5 else len(data)
@@ -93,9 +91,8 @@ def run(
         except Exception as error:
             shape = list(data.shape) if isinstance(data, Tensor) else type(data).__name__
             where = f" in module {entered[-1]!r}" if entered and entered[-1] else ""
-            raise ConversionError(
-                f"{what} does not run on example_input of shape {shape}{where} ({type(error).__name__}: {error})"
-            ) from error
+            found.error = error
+            found.failure = f"does not run on example_input of shape {shape}{where} ({type(error).__name__}: {error})"
     for name, total in totals.items():
         frames = steps.get(sites.get(name, name), 1)
         found.macs[name] = (frames, total // frames)
@@ -125,26 +122,23 @@ def verify(
         ConversionError: an output of another shape, one that is not finite, or at k=1 another value; names the first
             module that differs.
     """
-    problem = ""
+    problem, error = "", None
     if runs_here:
-        try:
-            problem = _compare(source.output, run(model, arguments, {}, watched=False).output, any_rate)
-        except ConversionError as error:
-            problem = str(error)
+        fused = run(model, arguments, {}, watched=False)
+        problem, error = fused.failure or _compare(source.output, fused.output, any_rate), fused.error
     if not problem and not exact:
         return
     # Watched, it runs unfused: the definition.
-    try:
-        unfused = run(model, arguments, {}, exact=exact)
-    except ConversionError as error:
-        raise ConversionError(f"verification failed: {error}") from error
+    unfused = run(model, arguments, {}, exact=exact)
     different = _first_difference(source.calls, unfused.calls, exact)
+    if not different and unfused.failure:
+        different, error = f"the converted net {unfused.failure}", unfused.error
     if different:
-        raise ConversionError(f"verification failed: {different}; the model was left as it was")
+        raise ConversionError(f"verification failed: {different}; the model was left as it was") from error
     if problem:
         raise ConversionError(
             f"verification failed in the fused kernels alone: {problem}; convert with fuse=False, and please report this"
-        )
+        ) from error
 
 
 def _compare(expected: list[Tensor], got: list[Tensor], any_rate: bool) -> str:
@@ -169,6 +163,4 @@ def _first_difference(expected: list[Seen], got: list[Seen], exact: bool) -> str
             return f"layer {a.module!r} puts out numbers that are not finite, the source's are"
         if exact and a.finite and a.numbers != b.numbers:
             return f"layer {a.module!r} is the first whose output differs from the source's at k=1"
-    if len(expected) != len(got):
-        return f"{len(got)} modules ran, {len(expected)} in the source"
     return ""

@@ -10,7 +10,7 @@ import pytest
 import quickstart
 import torch
 from spikingjelly.activation_based import functional, layer, neuron
-from support import ZOO, awake, conv, csnn, frames, node, norm, recorded, zoo
+from support import ZOO, awake, conv, csnn, frames, node, norm, only_v2, recorded, zoo
 from torch import nn
 
 import sj_tac
@@ -261,7 +261,7 @@ def test_fused_zoo_nets_agree_with_unfused_ones(name):
         assert (expected - got).abs().mean() <= 0.02 * expected.abs().mean().clamp_min(1e-3)
 
 
-@pytest.mark.parametrize("kind", ["threshold", "no affine", "none", "identity"])
+@pytest.mark.parametrize("kind", [pytest.param("threshold", marks=only_v2), "no affine", "none", "identity"])
 def test_every_norm_fuses(kind):
     torch.manual_seed(0)
     made = {
@@ -304,6 +304,7 @@ def test_state_and_calls_in_a_row():
             torch.testing.assert_close(a.v, b.v, rtol=1e-5, atol=1e-5)
 
 
+@only_v2
 def test_store_v_seq_and_other_surrogates_are_named_and_right():
     from spikingjelly.activation_based import surrogate
 

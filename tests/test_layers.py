@@ -1,0 +1,189 @@
+"""What else drives a neuron: containers, Conv1d, Conv3d, Linear, average pools, and MaxPools where that is allowed."""
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer
+from support import awake, conv, frames, node, norm, same_state
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import InputError, PolicyError
+
+M = {"step_mode": "m"}
+
+
+def lif():
+    return node("lif", v_threshold=0.3)
+
+
+def statistics(net):
+    for module in net.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.running_mean.uniform_(-0.2, 0.2)
+            module.running_var.uniform_(0.5, 2.0)
+    return net
+
+
+KINDS = {
+    "container": (lambda: [layer.SeqToANNContainer(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)), lif()], (2, 6, 6), "0.0"),
+    "container, avg pool": (
+        lambda: [layer.SeqToANNContainer(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.AvgPool2d(2)), lif()], (2, 6, 6), "0.0",
+    ),
+    "container, norm behind": (lambda: [layer.SeqToANNContainer(nn.Conv2d(2, 3, 3)), norm(3), lif()], (2, 6, 6), "0.0"),
+    "container, Conv1d": (lambda: [layer.SeqToANNContainer(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3)), lif()], (2, 7), "0.0"),
+    "Conv1d": (lambda: [layer.Conv1d(2, 3, 3, **M), layer.BatchNorm1d(3, **M), lif()], (2, 7), "0"),
+    "Conv3d": (lambda: [layer.Conv3d(2, 3, 3, padding=1, **M), layer.BatchNorm3d(3, **M), lif()], (2, 3, 5, 4), "0"),
+    "avg pool before the neuron": (lambda: [conv(), norm(), layer.AvgPool2d(2, **M), lif()], (2, 6, 6), "0"),
+    "Linear": (lambda: [layer.Linear(5, 4, **M), lif()], (5,), "0"),
+    "Linear, tokens": (lambda: [layer.Linear(5, 4, **M), lif()], (3, 5), "0"),
+    "container, Linear": (lambda: [layer.SeqToANNContainer(nn.Linear(5, 4), nn.BatchNorm1d(4)), lif()], (5,), "0.0"),
+}  # fmt: skip
+
+
+def build(name, steps=7):
+    torch.manual_seed(0)
+    make, shape, layer_name = KINDS[name]
+    x = frames(steps, 3, *shape, dtype=torch.float64)
+    net = statistics(nn.Sequential(*make(), nn.Identity()).double().eval())
+    return awake(net, x), x, layer_name
+
+
+def policy(mode, k, **more):
+    return {"layers": ["conv", "linear"], "default": {"mode": mode, "k": k, **more}}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_every_kind_of_layer(name):
+    net, x, layer_name = build(name)
+    with torch.no_grad():
+        source = net(x)
+        one = sj_tac.convert(net, policy("preserve", 1), example_input=x, fuse=False)
+        assert torch.equal(one(x), source)
+        for mode in ("preserve", "collapse"):
+            unfused = sj_tac.convert(net, policy(mode, 3), example_input=x, fuse=False)
+            fused = sj_tac.convert(net, policy(mode, 3), example_input=x)
+            expected, got = unfused(x), fused(x)
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+            verdict = sj_tac.report(fused)[layer_name]
+            assert (verdict.status, verdict.kernel) == ("converted", "numba, fused")
+            assert verdict.macs_after == verdict.macs_before * 3 // 7
+            assert same_state(net, fused)
+            assert str(sj_tac.restore(fused)) == str(net)
+        # The definition: the source's own layers on the weighted sums, and its neuron on the repeated drives.
+        functional.reset_net(net)
+        neuron = net[-2]
+        groups = []
+        for group in x.split(3):
+            weights = [0.5 ** (len(group) - 1 - j) for j in range(len(group))]
+            groups.append(sum(w / sum(weights) * f for w, f in zip(weights, group, strict=True)).unsqueeze(0))
+        drives = torch.cat(
+            [net[:-2](g).expand(len(f), *[-1] * (net[:-2](g).dim() - 1)) for g, f in zip(groups, x.split(3), strict=True)]
+        )
+        spikes = neuron(drives)
+        fused = sj_tac.convert(net, policy("preserve", 3))
+        torch.testing.assert_close(fused(x), spikes)
+        assert 0.02 < spikes.mean() < 0.9
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_training_learned_weights_and_frozen_norms(name):
+    net, x, layer_name = build(name, 6)
+    grads = []
+    for fuse in (False, True):
+        fast = sj_tac.convert(net, policy("preserve", 2, weights="learned"), fuse=fuse).train()
+        norms = sj_tac.freeze_bn(fast)
+        assert len(norms) == sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in net.modules())
+        key = f"{layer_name.split('.')[0]}.tac_logits"
+        assert [k for k in fast.state_dict() if k not in net.state_dict()] == [key]
+        fast.load_state_dict(net.state_dict(), strict=True)
+        y = fast(x)
+        (y * torch.linspace(0, 1, y.numel()).view_as(y)).sum().backward()
+        grads.append({n: p.grad for n, p in fast.named_parameters()})
+        assert all(not m.training for m in fast.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        assert all(torch.equal(a, b) for a, b in zip(fast.buffers(), net.buffers(), strict=True))
+    for n, gradient in grads[0].items():
+        torch.testing.assert_close(grads[1][n], gradient, rtol=1e-6, atol=1e-9, msg=n)
+    assert grads[0][key].abs().sum() > 0
+    moving = sj_tac.convert(net, policy("preserve", 2)).train()
+    moving(x)
+    if norms:
+        with pytest.warns(sj_tac.errors.BatchNormMovedWarning):
+            sj_tac.restore(moving)
+
+
+def test_linear_layers_are_converted_only_where_the_policy_says_so():
+    net = nn.Sequential(
+        conv(), norm(), lif(), layer.Flatten(**M), layer.Linear(3 * 36, 4, **M), lif(), layer.Linear(4, 2, **M)
+    )
+    assert [v.layer for v in sj_tac.plan(net).verdicts] == ["0"]
+    report = sj_tac.plan(net, {"layers": ["conv", "linear"], "rules": [{"match": "4", "k": 4}]})
+    assert [(v.layer, v.status, v.reason) for v in report.verdicts] == [
+        ("0", "converted", None), ("4", "converted", None), ("6", "refused", "NO_NEURON"),
+    ]  # fmt: skip
+    only = sj_tac.plan(net, {"layers": ["linear"]})
+    assert [v.layer for v in only.converted] == ["4"]
+    assert only["0"].status == "kept"
+    with pytest.raises(PolicyError, match=r"layers\[0\] is 'conv2d'; did you mean 'conv'"):
+        sj_tac.plan(net, {"layers": ["conv2d"]})
+    with pytest.raises(PolicyError, match=r"rules\[0\] .match: 4. matches no"):
+        sj_tac.plan(net, {"rules": [{"match": "4", "k": 4}]})
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_max_pool_before_the_neuron_is_refused_unless_it_is_allowed(inside):
+    if inside:
+        front = [layer.SeqToANNContainer(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.MaxPool2d(3, 2, 1)), lif()]
+        name = "0.0"
+    else:
+        front, name = [conv(), norm(), layer.MaxPool2d(3, 2, 1, **M), lif()], "0"
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*front, conv(3, 3), norm(3), lif()).eval(), frames(6, 2, 2, 6, 6)
+    awake(net, x)
+    report = sj_tac.plan(net, example_input=x)
+    assert report[name].reason == "POOL_BEFORE_NEURON"
+    assert "approximate: true" in report[name].hint
+    with pytest.raises(PolicyError, match="POOL_BEFORE_NEURON"):
+        sj_tac.plan(net, {"rules": [{"match": name, "k": 2}]})
+    for mode in ("preserve", "collapse"):
+        allowed = {"default": {"mode": mode, "k": 2}, "rules": [{"match": name, "approximate": True}]}
+        fast = sj_tac.convert(net, allowed, example_input=x)
+        assert [v.status for v in sj_tac.report(fast).verdicts] == ["converted"] * 2
+        unfused = sj_tac.convert(net, allowed, example_input=x, fuse=False)
+        with torch.no_grad():
+            assert torch.equal(fast(x), unfused(x))
+            functional.reset_net(net)
+            one = sj_tac.convert(net, allowed | {"default": {"mode": mode, "k": 1}}, example_input=x, fuse=False)
+            assert torch.equal(one(x), net(x))
+
+
+def test_wrong_frames_are_named_with_the_shape_that_fits():
+    for name, shape, words in (
+        ("Conv1d", (4, 2, 3, 5), r"layer '0' takes frames \[T, N, C, L\] with T >= 1 and C=2"),
+        ("Conv3d", (4, 2, 2, 5, 5), r"layer '0' takes frames \[T, N, C, D, H, W\]"),
+        ("Linear", (4, 2, 3), r"layer '0' takes frames \[T, N, ..., F\] with T >= 1 and F=5"),
+        ("container", (4, 2, 3, 6, 6), r"layer '0.0' takes frames \[T, N, C, H, W\] with T >= 1 and C=2"),
+    ):
+        net, _, _ = build(name)
+        with pytest.raises(InputError, match=words):
+            sj_tac.convert(net, policy("preserve", 2))(torch.rand(shape).double())
+
+
+def test_modules_that_tracing_cannot_follow_are_left_whole_and_named():
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(conv(3, 3), norm(3), lif())
+
+        def forward(self, x):
+            return self.inner(x) if x.shape[0] > 1 else x
+
+    net = nn.Sequential(conv(), norm(), lif(), Moody(), conv(3, 3), norm(3), lif()).eval()
+    x = frames(4, 2, 2, 6, 6)
+    report = sj_tac.plan(net)
+    assert [v.status for v in report.verdicts] == ["converted", "refused", "converted"]
+    assert "inside '3' (Moody), where tracing stopped" in report["3.inner.0"].detail
+    assert "pass example_input=" in report["3.inner.0"].detail
+    assert len(sj_tac.plan(net, example_input=x).converted) == 3
+    fast, alone = sj_tac.convert(net, "collapse", 2), sj_tac.convert(net, "collapse", 2, example_input=x)
+    with torch.no_grad():
+        assert fast(x).shape == alone(x).shape == net(x).shape

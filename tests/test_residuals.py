@@ -1,0 +1,279 @@
+"""Residual nets: sums before, between and after neurons; collapse by its definition; sums that travel as groups."""
+
+import copy
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron
+from support import awake, conv, frames, node, norm, recorded, zoo
+from torch import nn
+
+import sj_tac
+from sj_tac.drives import SharedDriveSite
+from sj_tac.fusion import Fusion
+from sj_tac.places import FiringPlace
+from sj_tac.shared import SharedDrive
+
+
+def both(net, policy, k, **options):
+    return sj_tac.convert(net, policy, k, fuse=False, **options), sj_tac.convert(net, policy, k, **options)
+
+
+def deep(net):
+    """float64, where fused and unfused arithmetic tips no spike over."""
+    return net.double(), lambda x: x.double()
+
+
+@pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18", "ms_resnet18"])
+@pytest.mark.parametrize(("policy", "k"), [("preserve", 2), ("preserve", 3), ("collapse", 2)])
+def test_fused_residual_nets_are_their_unfused_selves(name, policy, k):
+    net, x = zoo(name) if name != "ms_resnet18" or sj_tac.host.IS_V2 else pytest.skip("not in this host")
+    net, x = net.double(), x.double()
+    example = x if name == "ms_resnet18" else None
+    unfused, fused = both(net, policy, k, example_input=example)
+    with torch.no_grad():
+        expected, got = unfused(x), fused(x)
+    assert expected.std() > 0
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    kernels = {v.kernel for v in sj_tac.report(fused).converted}
+    # The surrogate of ms_resnet18, Rect, has no derivative in the compiled kernels.
+    assert kernels == {"reference, fused" if name == "ms_resnet18" else "numba, fused"}
+
+
+def test_a_residual_is_added_inside_fire_and_never_written_out(monkeypatch):
+    net, x = zoo("spiking_resnet18")
+    _, fused = both(net, "preserve", 2)
+    seen, made = [], []
+    fire, as_frames = Fusion.fire, SharedDrive.frames
+    monkeypatch.setattr(
+        Fusion, "fire", lambda self, x: (seen.append(type(x) is SharedDrive and x.residual is not None), fire(self, x))[1]
+    )
+    monkeypatch.setattr(SharedDrive, "frames", lambda self: (made.append(1), as_frames(self))[1])
+    with torch.no_grad():
+        fused(x)
+    # Eight blocks; in three of them the identity is itself a drive (a projection), and both have the same groups.
+    assert sum(seen) == 5
+    assert len(seen) == 17
+    assert made == []
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kind", ["spiking", "sew", "ms"])
+@pytest.mark.parametrize("steps", [6, 7])
+def test_training_a_residual_block(kind, frozen, steps):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(conv(2, 4), norm(4), node("plif", v_threshold=0.3))
+            self.conv, self.norm, self.node = conv(4, 4), norm(4), node("lif", v_threshold=0.3)
+            self.down = nn.Sequential(layer.Conv2d(4, 4, 1, step_mode="m"), norm(4))
+            self.last = nn.Sequential(conv(4, 3), norm(3), node("lif", v_threshold=0.3))
+
+        def forward(self, x):
+            x = self.stem(x)
+            identity = self.down(x)
+            if kind == "spiking":
+                y = self.norm(self.conv(x))
+                y += identity
+                x = self.node(y + x)
+            elif kind == "ms":
+                x = self.norm(self.conv(self.node(x))) + identity
+            else:
+                x = self.node(self.norm(self.conv(x))) + x
+            return self.last(x)
+
+    torch.manual_seed(0)
+    net, x = Block().double(), frames(steps, 3, 2, 6, 6, dtype=torch.float64)
+    results = []
+    for fast in both(net, "preserve", 2):
+        fast.train()
+        if frozen:
+            sj_tac.freeze_bn(fast)
+        y = fast(x)
+        (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+        results.append((y.detach(), {n: p.grad for n, p in fast.named_parameters()}, dict(fast.named_buffers())))
+    (y, grads, buffers), (z, fused_grads, fused_buffers) = results
+    assert 0.02 < y.mean() < 0.9
+    assert torch.equal(y, z)
+    for name, gradient in grads.items():
+        assert (gradient is None) == (fused_grads[name] is None), name
+        if gradient is not None:
+            torch.testing.assert_close(fused_grads[name], gradient, rtol=1e-7, atol=1e-9, msg=name)
+    for name, value in buffers.items():
+        # torch corrects the variance by n / (n - 1) with n the frames it sees: groups here, all frames there.
+        torch.testing.assert_close(fused_buffers[name], value, rtol=2e-2 if "var" in name else 1e-9, atol=1e-9, msg=name)
+
+
+def test_a_sew_stage_runs_at_the_rate_of_its_groups(monkeypatch):
+    """Inside a stage sums of spikes travel as sums of groups: through the residual adds, to every conv that reads them."""
+    net, x = zoo("sew_resnet18")
+    x = x[:4]
+    fast = sj_tac.convert(net, "preserve", 2)
+    rates, adds = {}, []
+    forward = SharedDriveSite.forward
+    names = {m: n for n, m in fast.named_modules()}
+    monkeypatch.setattr(
+        SharedDriveSite, "forward", lambda self, x: (rates.__setitem__(names[self], len(x)), forward(self, x))[1]
+    )
+    for i in (1, 2, 3, 4):
+        for block in fast.get_submodule(f"layer{i}"):
+            block.register_forward_hook(lambda m, a, y: adds.append(len(y)))
+    with torch.no_grad():
+        fast(x)
+    stages = {name.split(".")[0]: {r for n, r in rates.items() if n.split(".")[0] == name.split(".")[0]} for name in rates}
+    assert stages["conv1"] == {4}
+    assert stages["layer1"] == stages["layer2"] == stages["layer3"] == {2}
+    # The last stage ends in a Linear layer, which reads frames; so does everything its sums are tied to.
+    assert adds == [2] * 6 + [4] * 2
+    assert {rates["layer4.0.conv1"], rates["layer4.0.downsample.0"], rates["layer4.0.conv2"]} == {2}
+    monkeypatch.undo()
+    # A hook on one reader, and the whole stage hands out frames.
+    seen = []
+    fast.layer1[0].conv1.register_forward_pre_hook(lambda m, a: seen.append(len(a[0])))
+    adds.clear()
+    functional.reset_net(fast)
+    with torch.no_grad():
+        fast(x)
+    assert seen == [4]
+    assert adds == [4, 4, 2, 2, 2, 2, 4, 4]
+
+
+def test_readers_that_want_different_groups_get_frames():
+    net, x = zoo("sew_resnet18")
+    policy = {
+        "default": {"k": 2},
+        "rules": [{"match": "layer1.1.conv1", "k": 4}, {"match": "layer2.0.downsample.0", "weights": "uniform"}],
+    }
+    unfused, fused = both(net.double(), policy, 2)
+    seen = []
+    fused.layer1[0].register_forward_hook(lambda m, a, y: seen.append(len(y)))
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x.double()), unfused(x.double()), rtol=1e-9, atol=1e-9)
+    assert seen == [5]
+    # A time constant that is changed later is noticed, too.
+    fused = sj_tac.convert(net, "preserve", 2)
+    fused.layer1[0].sn1.tau = 4.0
+    slow = sj_tac.convert(net, "preserve", 2, fuse=False)
+    slow.layer1[0].sn1.tau = 4.0
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x.double()), slow(x.double()), rtol=1e-9, atol=1e-9)
+
+
+def test_collapse_of_a_sew_net_is_preserve_with_uniform_weights_behind_its_stem():
+    """The means of sums are the sums of means: the oracle of a chain holds in a net of residual sums, bit for bit."""
+    net, x = zoo("sew_resnet18")
+    uniform = {"default": {"k": 2, "weights": "uniform"}, "rules": [{"match": "conv1", "weights": "decay"}]}
+    for steps in (4, 5):
+        collapsed = sj_tac.convert(net, "collapse", 2, example_input=x)
+        oracle = sj_tac.convert(net, uniform, fuse=False)
+        with torch.no_grad(), recorded(oracle, nn.Module) as expected, recorded(collapsed, neuron.BaseNode) as got:
+            collapsed(x[:steps]), oracle(x[:steps])
+        assert all(v.status == "converted" for v in sj_tac.report(collapsed).verdicts)
+        for name, (spikes,) in got.items():
+            reference = expected[name][0]
+            assert 0.01 < reference.mean() < 0.8, name
+            if name == "sn1":  # its MaxPool takes the mean
+                assert torch.equal(spikes, reference)
+            else:
+                means = torch.stack([g.mean(0) for g in reference.split(2)])
+                assert torch.equal(spikes, means), name
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_collapse_of_a_spiking_resnet_by_its_definition(steps):
+    """Written out: the stem aggregates; then frames are means, and neurons step twice on each and emit the mean."""
+    net, x = zoo("spiking_resnet18")
+    net, x = net.double(), x[:steps].double()
+    fast = sj_tac.convert(net, "collapse", 2, example_input=x)
+    with torch.no_grad():
+        got = fast(x)
+        beta = 1 - 1 / net.sn1.tau
+        groups = [g if len(g) == 1 else (beta * g[:1] + g[1:]) / (beta + 1) for g in x.split(2)]
+        lengths = [len(g) for g in x.split(2)]
+        functional.reset_net(net)
+
+        def stepped(node, drives, pool=lambda y: y):
+            spikes = pool(
+                node(torch.cat([d.expand(n, *d.shape[1:]) for d, n in zip(drives.split(1), lengths, strict=True)]))
+            )
+            return torch.cat([g.mean(0, keepdim=True) for g in spikes.split(lengths)])
+
+        y = stepped(net.sn1, net.bn1(net.conv1(torch.cat(groups))), net.maxpool)
+        for block in [*net.layer1, *net.layer2, *net.layer3, *net.layer4]:
+            identity = y if block.downsample is None else block.downsample(y)
+            y = stepped(block.sn1, block.bn1(block.conv1(y)))
+            y = stepped(block.sn2, block.bn2(block.conv2(y)) + identity)
+        expected = net.fc(torch.flatten(net.avgpool(y), 2))
+    expected = expected.repeat_interleave(torch.tensor(lengths), 0)
+    assert got.shape == (steps, 2, 10)
+    assert expected.std() > 0
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    statuses = {v.status for v in sj_tac.report(fast).verdicts}
+    assert statuses == {"converted"}
+
+
+def test_where_a_collapse_cannot_begin_it_says_why():
+    net, _ = zoo("spiking_resnet18")
+    policy = {"default": {"mode": "preserve"}, "rules": [{"match": "layer1.0.conv2", "mode": "collapse"}]}
+    with pytest.raises(
+        sj_tac.errors.PolicyError, match=r"COLLAPSE_BRANCHED: its drive does not reach its neuron at one rate"
+    ):
+        sj_tac.plan(net, policy)
+    policy["rules"][0] |= {"match": "layer1.0.conv[2]"}
+    verdict = sj_tac.plan(net, policy)["layer1.0.conv2"]
+    assert verdict.reason == "COLLAPSE_BRANCHED"
+    assert "add() joins frames at different rates" in verdict.detail
+    # One that begins inside a block's branch ends where the branch joins the frames of the other.
+    policy["rules"][0] |= {"match": "layer1.0.conv[1]"}
+    fast = sj_tac.convert(net, policy)
+    assert isinstance(fast.layer1[0].sn1._tac, FiringPlace)
+    assert sj_tac.report(fast)["layer1.0.conv2"].status == "converted"
+    assert len(fast._sj_tac.analysis.layout.exits) == 1
+    binary = {"default": {"mode": "collapse", "spikes": "binary"}}
+    report = sj_tac.plan(net, binary)
+    assert report["conv1"].status == "converted"
+    assert "a binary collapse makes one step of several" in report["layer1.0.conv2"].detail
+
+
+def test_a_stateful_chunked_call_and_copies_of_a_residual_net(tmp_path):
+    net, x = zoo("spiking_resnet18")
+    _, fast = both(net, "preserve", 2)
+    with torch.no_grad():
+        whole = fast(x[:4])
+        functional.reset_net(fast)
+        parts = torch.cat([fast(x[:2]), fast(x[2:4])])
+        assert torch.equal(whole, parts)
+        torch.save(fast, tmp_path / "fast.pt")
+        functional.reset_net(fast)
+        for twin in (copy.deepcopy(fast), torch.load(tmp_path / "fast.pt", weights_only=False)):
+            functional.reset_net(twin)
+            assert torch.equal(twin(x[:4]), whole)
+
+
+def test_a_drive_that_several_neurons_and_convs_read():
+    """The stem of an MS net: its drive goes to a neuron, to a projection and into the sum, and stays one drive."""
+
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.spike = nn.Sequential(conv(2, 3), norm(3)), node("lif", v_threshold=0.3)
+            self.conv, self.down = nn.Sequential(conv(3, 3), norm(3)), nn.Sequential(conv(3, 3), norm(3))
+            self.last = node("lif", v_threshold=0.3)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.last(self.conv(self.spike(x)) + self.down(x))
+
+    torch.manual_seed(0)
+    x = frames(6, 2, 2, 6, 6)
+    net = awake(Stem().eval(), x)
+    assert [v.status for v in sj_tac.plan(net).verdicts] == ["converted"] * 3
+    still = x[:1].expand(6, -1, -1, -1, -1)
+    with torch.no_grad():
+        for k in (2, 3):
+            for fast in both(net, "preserve", k):
+                functional.reset_net(net)
+                # On a still image the stem's shared drive is the frames' own: nothing is approximated there.
+                with recorded(fast, neuron.BaseNode) as got, recorded(net, neuron.BaseNode) as expected:
+                    fast(still), net(still)
+                assert (got["spike"][0] != expected["spike"][0]).float().mean() <= 1e-3
