@@ -70,7 +70,10 @@ class Analysis:
             return "reference", f"not fused: {why}" if why else ""
         if fusion.ran and fusion.ran not in registry.AVAILABLE:
             return "reference", f"not fused in the last call: {fusion.ran}"
-        return f"{fusion.ran or fusion.planned}, fused", fusion.slower
+        slower = fusion.slower
+        if slower and fusion.ran in registry.COMPILED:
+            slower = f"in training it runs on reference: {slower}"
+        return f"{fusion.ran or fusion.planned}, fused", slower
 
     def verdict(self, name: str, conv: nn.Module) -> Verdict:
         chain, drive = self.chains[name], self.layout.drives.get(name)

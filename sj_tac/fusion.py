@@ -128,6 +128,7 @@ class Fusion:
         scale = shift = residual = None
         if isinstance(x, SharedDrive):
             y, residual, lengths, self.steps = x.drives, x.residual, list(x.lengths), x.shape[0]
+            scale, shift = x.affine or (None, None)
         elif self.site is not None:
             y, lengths = x, self.lengths()
             if self.absorbs_norm and not self.norm.training:
@@ -137,7 +138,9 @@ class Fusion:
             lengths = place.span.inner_steps(self.steps)
         weights, group = self.weights(y.dtype, y.device)
         v = None if host.is_at_rest(node) else host.take_state(node, y)
-        self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device, y.dtype)
+        inputs = (y, residual, v, scale, shift, weights, getattr(node, "w", None))
+        differentiates = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device, y.dtype, differentiates)
         frame = y.shape[1:]
         if len(frame) != 4:
             y, residual = _as_maps(y), None if residual is None else _as_maps(residual)

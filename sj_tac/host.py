@@ -217,6 +217,20 @@ def fused_surrogate(node: Any) -> tuple[int, float] | None:
     return _NUMBERS[type(function)], float(function.alpha)
 
 
+# The host's other surrogates that fire where the voltage reaches the threshold, and so differ in their gradient alone.
+_THRESHOLDS = (
+    *("Rect", "S2NN", "QPseudoSpike", "LeakyKReLU", "FakeNumericalGradient", "LogTailedReLU", "DeterministicPass"),
+    *("SquarewaveFourierSeries", "NonzeroSignLogAbs", "PiecewiseLeakyReLU"),
+)
+_FIRING = {getattr(surrogate, name) for name in (*_SURROGATES, *_THRESHOLDS) if hasattr(surrogate, name)}
+
+
+def fires_by_threshold(node: Any) -> bool:
+    """True where a neuron's spikes are ``h >= v_threshold``, whatever their surrogate gradient."""
+    function = node.surrogate_function
+    return type(function) in _FIRING and bool(getattr(function, "spiking", True))
+
+
 def affine(norm: Any) -> tuple[Tensor, Tensor]:
     """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
     var: Tensor = norm.running_var

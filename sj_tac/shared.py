@@ -28,30 +28,53 @@ class SharedDrive(Tensor):
     """
 
     drives: Tensor
+    affine: tuple[Tensor, Tensor] | None
     lengths: Sequence[int]
     residual: Tensor | None
     _frames: Tensor | None
 
     @staticmethod
-    def of(drives: Tensor, lengths: Sequence[int], residual: Tensor | None = None) -> SharedDrive:
-        """``lengths[g]`` frames of ``drives[g]``; residual: frames [T, ...] of the same shape, or None."""
+    def of(
+        drives: Tensor,
+        lengths: Sequence[int],
+        residual: Tensor | None = None,
+        affine: tuple[Tensor, Tensor] | None = None,
+    ) -> SharedDrive:
+        """``lengths[g]`` frames of ``drives[g]``, through an affine map of the channels, plus frames.
+
+        Args:
+            drives: [G, N, C, ...]; affine: scale and shift [C] in the accumulation dtype, or None.
+            residual: frames [T, N, C, ...] of the drives' dtype, or None.
+        """
         shape = (sum(lengths), *drives.shape[1:])
         made: SharedDrive = Tensor._make_wrapper_subclass(
             SharedDrive, shape, dtype=drives.dtype, device=drives.device, requires_grad=False
         )
-        made.drives, made.lengths, made.residual, made._frames = drives, lengths, residual, None
+        made.drives, made.lengths, made.residual, made.affine, made._frames = drives, lengths, residual, affine, None
         return made
+
+    def mapped(self) -> Tensor:
+        """The drives behind their affine map."""
+        if self.affine is None:
+            return self.drives
+        scale, shift = (x.view(-1, *[1] * (self.drives.dim() - 3)) for x in self.affine)
+        return (self.drives.to(scale.dtype) * scale + shift).to(self.drives.dtype)
+
+    @property
+    def is_bare(self) -> bool:
+        """Nothing was added, no map is noted, and nobody has the frames."""
+        return self.residual is None and self.affine is None and self._frames is None
 
     def frames(self) -> Tensor:
         """The frames as an ordinary tensor."""
         if self._frames is None:
-            self._frames = add_frames(self.drives, self.lengths, self.residual)
+            self._frames = add_frames(self.mapped(), self.lengths, self.residual)
         return self._frames
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """``function`` of every frame, where it treats all alike; of the drives alone where nothing was added."""
         if self.residual is None and self._frames is None:
-            return SharedDrive.of(function(self.drives), self.lengths)
+            return SharedDrive.of(function(self.mapped()), self.lengths)
         return function(self.frames())
 
     def plus(self, other: Tensor, in_place: bool) -> Tensor:
@@ -59,17 +82,17 @@ class SharedDrive(Tensor):
         if self._frames is not None:
             # Others hold the frames already, and may see what is added in place, as they would in the source net.
             return self._frames.add_(other) if in_place else self._frames + other
-        drives = self.drives
+        drives, affine = self.drives, self.affine
         if isinstance(other, SharedDrive) and other._frames is None and list(other.lengths) == list(self.lengths):
-            drives, added = drives + other.drives, other.residual
+            drives, affine, added = self.mapped() + other.mapped(), None, other.residual
         else:
             added = other.frames() if isinstance(other, SharedDrive) else other
         residual = self.residual
         if added is not None:
             residual = added if residual is None else residual + added
         if not in_place:
-            return SharedDrive.of(drives, self.lengths, residual)
-        self.drives, self.residual = drives, residual
+            return SharedDrive.of(drives, self.lengths, residual, affine)
+        self.drives, self.affine, self.residual = drives, affine, residual
         return self
 
     @classmethod

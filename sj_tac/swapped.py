@@ -109,6 +109,8 @@ class _PlacedNorm(nn.modules.batchnorm._BatchNorm):
         if unit is not None:
             return x if unit.absorbs_norm and not self.training else self._of_drives(x, unit.lengths())
         if isinstance(x, SharedDrive):
+            if x.is_bare and not self.training:
+                return SharedDrive.of(x.drives, x.lengths, None, host.affine(self))
             return x.map(lambda drives: self._of_drives(drives, x.lengths))
         if not self.training:
             return super().forward(x)

@@ -36,8 +36,7 @@ def test_fused_residual_nets_are_their_unfused_selves(name, policy, k):
     assert expected.std() > 0
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     kernels = {v.kernel for v in sj_tac.report(fused).converted}
-    # The surrogate of ms_resnet18, Rect, has no derivative in the compiled kernels.
-    assert kernels == {"reference, fused" if name == "ms_resnet18" else "numba, fused"}
+    assert kernels == {"numba, fused"}
 
 
 def test_a_residual_is_added_inside_fire_and_never_written_out(monkeypatch):

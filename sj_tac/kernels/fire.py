@@ -15,9 +15,9 @@ from sj_tac.errors import BackendError
 from sj_tac.kernels import ops_fire, reference, registry
 
 
-def kernel_problem(node: nn.Module, pool: nn.Module | None) -> str:
+def kernel_problem(node: nn.Module, pool: nn.Module | None, differentiates: bool = True) -> str:
     """Why no compiled kernel can run this neuron and pool; empty where they can."""
-    if host.fused_surrogate(node) is None:
+    if host.fused_surrogate(node) is None and (differentiates or not host.fires_by_threshold(node)):
         names = ", ".join(t.__name__ for t in host.FUSED_SURROGATES)
         found = type(node.surrogate_function).__name__
         return f"the compiled kernels have no derivative of surrogate {found}, only of {names} in spiking mode"
@@ -32,12 +32,17 @@ def choose(
     pool: nn.Module | None,
     device: torch.device | None,
     dtype: torch.dtype = torch.float32,
+    differentiates: bool = True,
 ) -> tuple[str, str]:
-    """The kernel that runs there, and why it is not the fastest one. Raises BackendError where a named one cannot."""
+    """The kernel that runs there, and why it is not the fastest one. Raises BackendError where a named one cannot.
+
+    Args:
+        differentiates: gradients will be wanted; without them any surrogate will do.
+    """
     if registry.choose(backend) == reference.NAME:
         return reference.NAME, ""
     fastest, problem = registry.fastest(backend, device, dtype)
-    problem = problem or kernel_problem(node, pool)
+    problem = problem or kernel_problem(node, pool, differentiates)
     if problem and backend != "auto":
         raise BackendError(f"backend={backend!r}: {problem}; use backend=\"auto\", which falls back to 'reference'")
     return (reference.NAME if problem else fastest), problem
@@ -101,7 +106,7 @@ def operands(call: Call) -> tuple[Any, ...]:
     """What the torch operator ``sj_tac::fire`` is called with; the neuron's own numbers in float32 for half drives."""
     y, node, pool, linear, lengths = call.y, call.node, call.pool, call.linear, call.lengths
     wide = reference.accumulation_dtype(y.dtype)
-    spec = host.fused_surrogate(node)
+    spec = host.fused_surrogate(node) or ((0, 1.0) if host.fires_by_threshold(node) else None)
     window = (1, 1, 1, 1, 0, 0) if pool is None else host.pool_window(pool)
     if spec is None or window is None:
         raise BackendError(kernel_problem(node, pool))
