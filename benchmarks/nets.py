@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
-from spikingjelly.activation_based.model import parametric_lif_net, sew_resnet, spiking_vgg
+from spikingjelly.activation_based.model import parametric_lif_net, sew_resnet, spiking_resnet, spiking_vgg
 from torch import Tensor, nn
 
 
@@ -61,6 +61,14 @@ CASES: dict[str, Case] = {
         lambda: sew_resnet.sew_resnet18(spiking_neuron=neuron.LIFNode, cnf="ADD", num_classes=10, **_options()),
         (4, 2, 3, 64, 64),
     ),
+    "spiking_resnet18": Case(
+        lambda: spiking_resnet.spiking_resnet18(spiking_neuron=neuron.LIFNode, num_classes=10, **_options()),
+        (4, 2, 3, 64, 64),
+    ),
+}
+# The residual nets once more where convolutions weigh more than the reading of their weights.
+CASES |= {
+    f"{name}, 128 x 128": replace(CASES[name], shape=(4, 2, 3, 128, 128)) for name in ("sew_resnet18", "spiking_resnet18")
 }
 
 
@@ -74,7 +82,15 @@ def make(name: str, batch: int | None = None, device: str = "cpu") -> tuple[nn.M
     steps, usual, *frame = case.shape
     x = (torch.rand(steps, batch or usual, *frame) < 0.1).float().to(device)
 
-    def wake(module: nn.Module, args: tuple[Tensor, ...], spikes: Tensor) -> Tensor:
+    wake(net, x)
+    return net, x
+
+
+@torch.no_grad()
+def wake(net: nn.Module, x: Tensor) -> None:
+    """Move thresholds until every neuron fires at 5 to 50 % on x: random weights silence a deep net, or saturate it."""
+
+    def adjust(module: nn.Module, args: tuple[Tensor, ...], spikes: Tensor) -> Tensor:
         for i in range(60):
             rate = spikes.mean().item()
             if 0.05 <= rate <= 0.5:
@@ -85,9 +101,9 @@ def make(name: str, batch: int | None = None, device: str = "cpu") -> tuple[nn.M
             spikes = type(module).forward(module, args[0])
         return spikes
 
-    handles = [m.register_forward_hook(wake) for m in net.modules() if isinstance(m, neuron.BaseNode)]
+    handles = [m.register_forward_hook(adjust) for m in net.modules() if isinstance(m, neuron.BaseNode)]
+    functional.reset_net(net)
     net(x)
     for handle in handles:
         handle.remove()
     functional.reset_net(net)
-    return net, x

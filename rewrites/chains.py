@@ -57,6 +57,10 @@ def find_chains(
     return {name: finder.look(name) for name in wanted}
 
 
+# What is in the way behind a sum is told as the sum's; other reasons are the same with and without it.
+_OF_SUMS = (Reason.NO_NEURON, Reason.NOT_LINEAR, Reason.FAN_OUT)
+
+
 @dataclass(frozen=True)
 class _Reach:
     """What a value leads to: neurons by the index of their node, a MaxPool on the way, or what is in the way."""
@@ -201,11 +205,7 @@ class _Finder:
             return _Reach((reader.index,)) if reader.once else _Reach(problem=self.twice(reader))
         if reader.kind in CARRIES_DRIVES:
             reach = self.known[reader.index]
-            if (
-                reader.kind is Kind.SUM
-                and reach.problem is not None
-                and reach.problem.reason is not Reason.ADD_BEFORE_NEURON
-            ):
+            if reader.kind is Kind.SUM and reach.problem is not None and reach.problem.reason in _OF_SUMS:
                 detail = f"{reader.label} adds it to other frames, and of the sum: {reach.problem.detail}"
                 return _Reach(problem=Refusal(Reason.ADD_BEFORE_NEURON, detail))
             if reader.module and type(self.modules[reader.module]) in host.CONTAINERS and self.inner_max_pool(reader):

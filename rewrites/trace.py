@@ -33,6 +33,9 @@ class _LeafTracer(fx.Tracer):
         return not host.is_composite(m) and super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.submodule_paths is not None and m not in self.submodule_paths:
+            # Made in forward, so no part of the model: what it does is part of the function that made it.
+            return forward(*args, **kwargs)
         self.entered.append(m)
         result = super().call_module(m, forward, args, kwargs)
         self.entered.pop()
@@ -208,15 +211,17 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
 def _closing(model: nn.Module, make: Callable[[Collection[nn.Module]], _LeafTracer], given: int, *, sampled: bool) -> Traced:
     """Trace; where that fails inside a submodule, once more with that one as a leaf."""
     closed: dict[nn.Module, str] = {}
+    names = {module: name for name, module in model.named_modules()}
     while True:
         tracer = make(closed)
         try:
             graph = tracer.trace(model, concrete_args=_defaults(model, given) or None)
-            names = {module: name for name, module in model.named_modules()}
             return Traced(graph, {names[m]: why for m, why in closed.items()}, sampled)
         except Exception as error:
-            if tracer.entered and tracer.entered[-1] not in closed:
-                closed[tracer.entered[-1]] = _first_line(error)
+            # The innermost module that is the model's own: a forward may call modules that it has just made.
+            stopped = next((m for m in reversed(tracer.entered) if m in names), None)
+            if stopped is not None and stopped not in closed:
+                closed[stopped] = _first_line(error)
                 continue
             raise TraceError(
                 f"torch.fx cannot follow {tracer.where()} on symbols alone ({_first_line(error)}); it probably asks "

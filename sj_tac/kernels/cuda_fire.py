@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels import cuda_program as cuda
-from sj_tac.kernels.ops_fire import AVG_POOL, MAX_POOL, pooled_size
+from sj_tac.kernels.pools import AVG_POOL, MAX_POOL, pooled_size
 from sj_tac.kernels.threads import empty, is_channels_last
 
 # launch(program, blocks, arguments, bytes of shared memory)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import BackendError
-from sj_tac.kernels import ops_fire, reference, registry
+from sj_tac.kernels import ops_fire, pools, reference, registry
 
 
 def kernel_problem(node: nn.Module, pool: nn.Module | None, differentiates: bool = True) -> str:
@@ -121,9 +121,9 @@ def operands(call: Call) -> tuple[Any, ...]:
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
         mode, tau = mode + 2, 1 / tau
     w = getattr(node, "w", None)
-    kind = ops_fire.NO_POOL
+    kind = pools.NO_POOL
     if pool is not None:
-        kind = ops_fire.MAX_POOL if isinstance(pool, nn.MaxPool2d) else ops_fire.AVG_POOL
+        kind = pools.MAX_POOL if isinstance(pool, nn.MaxPool2d) else pools.AVG_POOL
     return (
         y, call.residual, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(),
         call.weights, [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),

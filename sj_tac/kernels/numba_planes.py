@@ -10,7 +10,7 @@ from numba import njit, prange
 
 from sj_tac.kernels.numba_steps import M0, M1, M2, M3, M4, M5, after, charged
 from sj_tac.kernels.numba_surrogate import derivative
-from sj_tac.kernels.ops_fire import AVG_POOL, MAX_POOL
+from sj_tac.kernels.pools import AVG_POOL, MAX_POOL
 
 
 @njit(error_model="numpy")

@@ -1,0 +1,24 @@
+"""What the kernels of ``fire`` call their pools, and how large a map is behind one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+# What the operator's argument ``pool`` says.
+NO_POOL, MAX_POOL, AVG_POOL = range(3)
+
+
+def pooled_size(height: int, width: int, pool: int, window: Sequence[int]) -> tuple[int, int]:
+    """Height and width behind the pool; window is (kh, kw, sh, sw, ph, pw)."""
+    if not pool:
+        return height, width
+    kh, kw, sh, sw, ph, pw = window
+    return (height + 2 * ph - kh) // sh + 1, (width + 2 * pw - kw) // sw + 1
+
+
+def in_tiles(y: Tensor, pool: int, window: Sequence[int]) -> bool:
+    """Whether the tile kernels run this: no pool, or MaxPool of 2x2 windows that tile the map."""
+    even = y.shape[3] % 2 == 0 and y.shape[4] % 2 == 0
+    return not pool or (pool == MAX_POOL and tuple(window) == (2, 2, 2, 2, 0, 0) and even)
