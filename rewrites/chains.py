@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.utils import parametrize
 
-from rewrites.flow import CARRIES_DRIVES, Flow, Kind, Node, module_kind, site_layer
+from rewrites.flow import CARRIES_DRIVES, Flow, Kind, Node, site_layer
 from sj_tac import host
 from sj_tac.report import Reason, Refusal
 
@@ -108,16 +108,13 @@ class _Finder:
             return Refusal(Reason.CALLED_TWICE, f"one forward calls it {self.calls[site]} times")
         if parametrize.is_parametrized(conv):
             return Refusal(Reason.PARAMETRIZED)
-        if type(conv) not in (*host.INNER_CONVS, *host.INNER_LINEARS) or module_kind(self.modules[site]) not in (
-            Kind.SITE,
-            Kind.FIXED,
-        ):
-            kind = f"{type(conv).__module__}.{type(conv).__qualname__}"
-            return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {kind}")
+        # What a container holds was looked at where it was found to be a site.
+        if self.modules[site] is conv and type(conv) not in (*host.CONVS, *host.LINEARS):
+            return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {type(conv).__module__}.{type(conv).__qualname__}")
         if not host.is_multi_step(self.modules[site]):
             return Refusal(Reason.NOT_MULTI_STEP, "it is in step_mode 's'")
         if self.flow.of(site).kind is not Kind.SITE:
-            return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {type(conv).__module__}.{type(conv).__qualname__}")
+            return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         return None
 
     def follow(self, name: str, site: Node) -> Chain | Refusal:

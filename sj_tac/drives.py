@@ -90,8 +90,10 @@ class SharedDriveSite(nn.Module):
         place, lengths = self._tac, [len(g) for g in groups]
         if place.mode != "preserve":
             return y
-        lazily = place.shares and place.timeline.grouped and lengths[0] > 1 and not torch.compiler.is_compiling()
-        return SharedDrive.of(y, lengths) if lazily else reference.repeat(y, lengths)
+        lazily = place.shares and place.timeline.grouped and lengths[0] > 1
+        if lazily and not torch.compiler.is_compiling() and not host.has_user_hooks(self):
+            return SharedDrive.of(y, lengths)
+        return reference.repeat(y, lengths)
 
     def _aggregate(self, x: Tensor, groups: list[list[int]]) -> Tensor:
         if len(groups) == x.shape[0]:

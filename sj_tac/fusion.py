@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sj_tac import host
+from sj_tac import dispatch, host
 from sj_tac.functional import fire_checked
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
@@ -139,8 +139,8 @@ class Fusion:
         weights, group = self.weights(y.dtype, y.device)
         v = None if host.is_at_rest(node) else host.take_state(node, y)
         inputs = (y, residual, v, scale, shift, weights, getattr(node, "w", None))
-        differentiates = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device, y.dtype, differentiates)
+        wants = dispatch.differentiates(*inputs)
+        self.ran, _ = kernels.choose(self.backend, node, self.pool, y.device, y.dtype, wants)
         frame = y.shape[1:]
         if len(frame) != 4:
             y, residual = _as_maps(y), None if residual is None else _as_maps(residual)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from sj_tac import dispatch
+
 LIBRARY = "spikingjelly.activation_based."
 IS_V2 = hasattr(base.MemoryModule, "materialize_states")
 
@@ -234,7 +236,8 @@ def fires_by_threshold(node: Any) -> bool:
 def affine(norm: Any) -> tuple[Tensor, Tensor]:
     """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
     var: Tensor = norm.running_var
-    if var.device.type == "cpu" and var.dtype == torch.float32 and not torch.is_grad_enabled() and is_plain(var):
+    numbers = var.device.type == "cpu" and var.dtype == torch.float32
+    if numbers and not dispatch.differentiates(norm.weight, norm.bias) and dispatch.is_plain(var):
         return _affine_of_numbers(norm)
     invstd = 1 / torch.sqrt(norm.running_var + norm.eps)
     scale = invstd if norm.weight is None else norm.weight * invstd
@@ -246,23 +249,11 @@ def _affine_of_numbers(norm: Any) -> tuple[Tensor, Tensor]:
     """``affine`` in NumPy, operation for operation: a call of torch's costs more than the arithmetic of a few channels."""
     scale = 1 / np.sqrt(norm.running_var.numpy() + np.float32(norm.eps))
     if norm.weight is not None:
-        scale = norm.weight.numpy() * scale
+        scale = norm.weight.detach().numpy() * scale
     shift = -norm.running_mean.numpy() * scale
     if norm.bias is not None:
-        shift = norm.bias.numpy() + shift
+        shift = norm.bias.detach().numpy() + shift
     return torch.from_numpy(scale), torch.from_numpy(shift)
-
-
-def is_plain(x: Tensor) -> bool:
-    """True where nothing watches what is done to ``x``: no tracing, compiling, profiling or transform of torch's."""
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._autograd._profiler_enabled()
-    )
 
 
 def pool_frames(pool: Any, frames: Tensor) -> Tensor:

@@ -108,6 +108,8 @@ class _PlacedNorm(nn.modules.batchnorm._BatchNorm):
         unit = place.fused
         if unit is not None:
             return x if unit.absorbs_norm and not self.training else self._of_drives(x, unit.lengths())
+        if isinstance(x, SharedDrive) and host.has_user_hooks(self):
+            x = x.frames()
         if isinstance(x, SharedDrive):
             if x.is_bare and not self.training:
                 return SharedDrive.of(x.drives, x.lengths, None, host.affine(self))

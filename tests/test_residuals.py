@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer, neuron
-from support import awake, conv, frames, node, norm, recorded, zoo
+from support import awake, conv, frames, node, norm, only_v2, recorded, zoo
 from torch import nn
 
 import sj_tac
@@ -247,6 +247,70 @@ def test_a_stateful_chunked_call_and_copies_of_a_residual_net(tmp_path):
         for twin in (copy.deepcopy(fast), torch.load(tmp_path / "fast.pt", weights_only=False)):
             functional.reset_net(twin)
             assert torch.equal(twin(x[:4]), whole)
+
+
+@pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18"])
+def test_set_k_gives_what_convert_would(name):
+    net, x = zoo(name)
+    net, x = net.double(), x.double()
+    for policy in ("preserve", "collapse"):
+        fast = sj_tac.convert(net, policy, 2)
+        sj_tac.set_k(fast, 4)
+        again = sj_tac.convert(net, policy, 4)
+        with torch.no_grad():
+            assert torch.equal(fast(x), again(x))
+        verdicts = [[(v.layer, v.status, v.k) for v in sj_tac.report(f).verdicts] for f in (fast, again)]
+        assert verdicts[0] == verdicts[1]
+        sj_tac.set_k(fast, 1, "layer[12].*") if policy == "preserve" else sj_tac.set_k(fast, 1)
+        assert fast(x).shape == net(x).shape
+        functional.reset_net(net)
+
+
+@pytest.mark.parametrize("name", ["spiking_resnet18", "sew_resnet18"])
+def test_hooks_anywhere_in_a_residual_net_see_ordinary_frames(name):
+    net, x = zoo(name)
+    net, x = net.double(), x.double()
+    unfused, fused = both(net, "preserve", 2)
+    with torch.no_grad(), recorded(unfused, nn.Module) as expected, recorded(fused, nn.Module) as got:
+        unfused(x), fused(x)
+    assert list(got) == list(expected)
+    for where, values in got.items():
+        for value, wanted in zip(values, expected[where], strict=True):
+            assert type(value) is torch.Tensor, where
+            torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-9, msg=where)
+    seen = []
+    for module in fused.layer1[0].bn2, fused.layer1[0].conv2:
+        module.register_forward_hook(lambda m, a, y: seen.append(type(y)))
+    functional.reset_net(fused)
+    functional.reset_net(unfused)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), unfused(x), rtol=1e-9, atol=1e-9)
+    assert set(seen) == {torch.Tensor}
+
+
+@only_v2
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::UserWarning:contextlib", "ignore::FutureWarning")
+def test_torch_compile_follows_a_converted_residual_net():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(conv(2, 3), norm(3), node("lif", v_threshold=0.3))
+            self.conv, self.norm, self.node = conv(3, 3), norm(3), node("lif", v_threshold=0.3)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.node(self.norm(self.conv(x)) + x) + x
+
+    torch.manual_seed(0)
+    net, x = Block().eval(), frames(6, 2, 2, 6, 6)
+    for policy in ("preserve", "collapse"):
+        fast = sj_tac.convert(net, policy, 2)
+        with torch.no_grad():
+            expected = fast(x)
+            functional.reset_net(fast)
+            compiled = torch.compile(fast, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(x), expected)
+            torch._dynamo.reset()
 
 
 def test_a_drive_that_several_neurons_and_convs_read():

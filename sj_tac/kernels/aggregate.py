@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sj_tac import dispatch
 from sj_tac.errors import BackendError
 from sj_tac.kernels import ops_aggregate, reference, registry
 
@@ -34,9 +35,11 @@ def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[floa
 
 
 def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
-    """The compiled kernel, through the torch operator ``sj_tac::aggregate``. Arguments as ``reference.aggregate``."""
+    """The compiled kernel, through the torch operator ``sj_tac::aggregate`` where that has something to do."""
     chosen, group = _flat(frames, weights, tail)
-    summed: Tensor = ops_aggregate.aggregate(frames.to(chosen.dtype), chosen, group)
+    straight = dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen)
+    run = ops_aggregate.aggregate_now if straight else ops_aggregate.aggregate
+    summed: Tensor = run(frames.to(chosen.dtype), chosen, group)
     return summed.to(frames.dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sj_tac import host
+from sj_tac import dispatch, host
 from sj_tac.errors import BackendError
 from sj_tac.kernels import ops_fire, pools, reference, registry
 
@@ -145,8 +145,8 @@ def run_numba(call: Call) -> tuple[Tensor, Tensor]:
 def _numba(call: Call) -> tuple[Tensor, Tensor]:
     """By torch's operator; straight where it has nothing to do, because its dispatch costs as much as a small map."""
     inputs = (call.y, call.residual, call.v, call.scale, call.shift, call.weights, getattr(call.node, "w", None))
-    differentiates = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    run = ops_fire.fire if differentiates or not host.is_plain(call.y) else ops_fire.fire_now
+    straight = dispatch.is_plain(call.y) and not dispatch.differentiates(*inputs)
+    run = ops_fire.fire_now if straight else ops_fire.fire
     out: tuple[Tensor, Tensor] = run(*operands(call))
     return out
 

@@ -24,8 +24,7 @@ def _rows(x: Tensor, like: Tensor) -> Any:
     return flat(x, last, like).reshape(x.shape[0], -1)
 
 
-@torch.library.custom_op("sj_tac::aggregate", mutates_args=(), device_types="cpu")
-def aggregate(x: Tensor, weights: Tensor, group: int) -> Tensor:
+def aggregate_now(x: Tensor, weights: Tensor, group: int) -> Tensor:
     """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], in float32 or float64."""
     from sj_tac.kernels import numba_aggregate
 
@@ -35,6 +34,9 @@ def aggregate(x: Tensor, weights: Tensor, group: int) -> Tensor:
     share(numba_aggregate, "forward", pieces, x.numel(), rows, vector(weights, x), group, _rows(out, x))
     RUNS["aggregate", "numba"] += 1
     return out
+
+
+aggregate = torch.library.custom_op("sj_tac::aggregate", aggregate_now, mutates_args=(), device_types="cpu")
 
 
 @aggregate.register_fake
