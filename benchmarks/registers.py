@@ -79,7 +79,7 @@ def specialisations() -> dict[str, cuda.Program]:
                     layout = ", channels_last" if last else ""
                     name = f"{dtype}{layout}, {'2x2 pool' if windows else 'no pool'}, k={k}"
                     macros = neuron(k, io, last, windows)
-                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=0, BLOCK=256)
                     macros |= {"WIDTH_V": 1 if windows else 4, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128}
                     found[f"backward, {name}"] = cuda.program("fire_backward", **macros, LANES=32 if last else 1)
     return found

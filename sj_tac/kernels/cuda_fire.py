@@ -20,16 +20,20 @@ Launch = Callable[[cuda.Program, int, Sequence[cuda.Argument], int], None]
 
 
 class Fire:
-    """One call: shapes, layout and numbers that forward and backward share. Arguments as ``ops_fire.fire``."""
+    """One call: shapes, layout and numbers that forward and backward share. Arguments as ``ops_fire.fire``.
+
+    The backward takes no residual: its gradient has one frame a step anyway (see spread.py).
+    """
 
     def __init__(
-        self, y: Tensor, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None, linear: Tensor | None,
+        self, y: Tensor, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None, linear: Tensor | None,
         q: Tensor | None, weights: Tensor | None, lengths: Sequence[int], mode: int, tau: float, decay: float, gain: float,
         rest: float, threshold: float, hard: bool, detach: bool, surrogate: int, alpha: float, pool: int,
         window: Sequence[int], group: int,
     ) -> None:  # fmt: skip
         self.last = is_channels_last(y)
         self.y = cuda.dense(y, self.last, y.dtype)
+        self.residual = None if residual is None else cuda.dense(residual, self.last, y.dtype)
         self.groups, self.n, self.c, self.height, self.width = y.shape
         self.k, self.steps = max(lengths), sum(lengths)
         self.v0 = None if v0 is None else cuda.dense(v0, self.last, torch.float32)
@@ -51,7 +55,7 @@ class Fire:
              self.frame, self.emitted),
             cuda.CALL,
         )  # fmt: skip
-        wide = cuda.needs_wide(self.groups * self.frame, self.out_shape[0] * self.emitted, self.words * self.frame)
+        wide = cuda.needs_wide(self.steps * self.frame, self.out_shape[0] * self.emitted, self.words * self.frame)
         self.common = {"IO": cuda.IO[y.dtype], "WIDE": wide, "LAST": self.last, "GROUP": self.group}
 
     def run_length(self, windows: bool) -> int:
@@ -84,11 +88,12 @@ class Fire:
         limit = (4 if self.last or half else 2) if windows else (8 if half else 4)
         if masks:
             limit = 4
-        frames = (self.y, self.v0, v, out)
+        frames = (self.y, self.residual, self.v0, v, out)
         width = cuda.widest(limit, self.run_length(windows), slots, *frames, pairs=windows and not self.last)
-        macros = self.neuron_macros(windows, width) | {"MASKS": masks, "BLOCK": 256}
+        macros = self.neuron_macros(windows, width) | {"MASKS": masks, "BLOCK": 256, "RESIDUAL": self.residual is not None}
         blocks = -(-slots // (width * 256))
-        arguments = (self.y, self.scale, self.shift, self.v0, self.linear, self.rate, self.weights, out, v, self.call)
+        neuron = (self.scale, self.shift, self.v0, self.linear, self.rate, self.weights)
+        arguments = (self.y, self.residual, *neuron, out, v, self.call)
         launch(cuda.program("fire_forward", **macros), blocks, arguments, 0)
 
     def forward(self, launch: Launch) -> tuple[Tensor, Tensor]:

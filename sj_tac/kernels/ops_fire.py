@@ -241,17 +241,11 @@ def _(
     return empty(y, list(y.shape), last), like(scale), like(shift), gv0, like(linear), like(weights)
 
 
-def fire_on_cuda(launch: Any, y: Tensor, residual: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     """``fire`` by the CUDA programs; ``launch`` as cuda_fire.Launch."""
     from sj_tac.kernels import cuda_fire
 
-    narrow = y.dtype
-    if residual is not None:
-        scale, shift, v0, linear, q, weights, lengths, *options = arguments
-        y, scale, shift, linear, lengths = spread(y, residual, scale, shift, linear, lengths)
-        arguments = (scale, shift, v0, linear, q, weights, lengths, *options)
-    out, v = cuda_fire.Fire(y, *arguments).forward(launch)
-    return out.to(narrow), v
+    return cuda_fire.Fire(*arguments).forward(launch)
 
 
 def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -259,7 +253,7 @@ def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *argum
     from sj_tac.kernels import cuda_fire
 
     scale, shift, linear = arguments[0], arguments[1], arguments[3]
-    found = cuda_fire.Fire(y, *arguments[:-1]).backward(launch, go, gv, arguments[-1])
+    found = cuda_fire.Fire(y, None, *arguments[:-1]).backward(launch, go, gv, arguments[-1])
     gy, g_scale, g_shift, gv0, g_linear, g_weights = found
 
     def or_none(gradient: Tensor | None, wanted: bool = True) -> Tensor:

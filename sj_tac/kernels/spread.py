@@ -1,7 +1,7 @@
 """A call of ``fire`` with a residual as one without: one drive a step, with affine map and residual in it; and the way back.
 
-What a kernel that adds residuals itself need not do; the backward of every kernel does, because the gradient to a residual
-has one frame a step anyway.
+What a forward kernel that adds residuals itself need not do; the backward does, because the gradient to a residual has one
+frame a step anyway.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ def programs():
     for mode, hard in product(range(6), (0, 1)):
         io, last, windows = mode % 3, mode // 3, hard
         macros = registers.neuron(2, io, bool(last), bool(windows), MODE=mode, HARD=hard, WIDE=hard, AFFINE=mode % 2)
-        yield cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        yield cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=last, BLOCK=256)
         more = {"WIDTH_V": 1, "SEGMENTS": 1 + hard, "SURROGATE": mode, "POOLED": 0, "BLOCK": 128, "LANES": 32 if last else 1}
         yield cuda.program("fire_backward", **{**macros, **more})
     for mean, last in product((0, 1), (0, 1)):
         macros = registers.neuron(3, 2 * mean, bool(last), False, WIDTH_V=1, GROUP=2 * mean)
-        yield cuda.program("fire_forward", **macros, MASKS=1, BLOCK=256)
+        yield cuda.program("fire_forward", **macros, MASKS=1, RESIDUAL=mean, BLOCK=256)
         more = {"SEGMENTS": 1, "SURROGATE": 6, "POOLED": 1, "BLOCK": 64, "LANES": 1 + last, "REACH": 4, "MEAN": mean}
         yield cuda.program("fire_backward_pooled", **macros, **POOL, **more)
         for kernel in ("fire_pool", "fire_pool_weights"):
@@ -54,7 +54,7 @@ def test_main_specialisations_keep_their_state_in_registers():
     """Half of the lanes of a multiprocessor at least, and next to nothing spilled."""
     for k, windows in product((1, 2, 4), (False, True)):
         macros = registers.neuron(k, 0, False, windows)
-        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256), 90)
+        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=0, BLOCK=256), 90)
         assert found.registers <= 64
         assert found.spill_bytes == 0
         more = {"WIDTH_V": 1, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128, "LANES": 1}

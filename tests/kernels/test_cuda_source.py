@@ -46,7 +46,8 @@ def test_cuda_is_the_reference(case):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2), layer.MaxPool2d(3, 2, 1)])
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (2, 8, 16, 16)), (torch.bfloat16, (1, 16, 24, 16))])
-def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, monkeypatch):
+@pytest.mark.parametrize("residual", [False, True])
+def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, residual, monkeypatch):
     """Several numbers a thread, several blocks a plane, more than 32 steps, and sums too many for shared memory."""
     from sj_tac.kernels import cuda_program
 
@@ -59,6 +60,8 @@ def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, monkeypatch):
     y = torch.randn(12 * shape[0], *shape[1:]).to(dtype).contiguous(memory_format=layout).unflatten(0, (12, shape[0]))
     options = {"steps": 70, "v": torch.randn(shape).mul(0.2), "pool": pool, "weights": torch.rand(70), "group": 4}
     options |= {"scale": torch.rand(shape[1]).add(0.5), "shift": torch.randn(shape[1]).mul(0.3)}
+    if residual:
+        options["residual"] = torch.randn(70, *shape).to(dtype)
     got = assert_is_the_reference("cupy", y, node("plif", v_threshold=0.4), 6, options)
     assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
 

@@ -3,8 +3,8 @@
 // With MASKS, for pools other than 2x2, the spikes of a neuron leave as bits, 32 steps a word, and pool.cu goes on from there.
 
 extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
-    const io* __restrict__ y, const float* __restrict__ scale, const float* __restrict__ shift, const float* __restrict__ v0,
-    const float* __restrict__ linear, const float* __restrict__ rate, const float* __restrict__ weights,
+    const io* __restrict__ y, const io* __restrict__ residual, const float* __restrict__ scale,
+    const float* __restrict__ shift, const float* __restrict__ v0, const float* __restrict__ linear, const float* __restrict__ rate, const float* __restrict__ weights,
     void* __restrict__ output, float* __restrict__ v_out, Call call) {
     position slot = ((position)blockIdx.x * BLOCK + threadIdx.x) * WIDTH_V;
     if (slot >= call.frame / CORNERS) return;
@@ -39,9 +39,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
         for (int j = 0; j < K; j++) {
             if (j < length) {
                 bool fired[WIDTH_V] = {};
+#if RESIDUAL
+                float drive[NEURONS];
+                load(residual + t * (position)call.frame, place.first, call, drive);
+#pragma unroll
+                for (int n = 0; n < NEURONS; n++) drive[n] += x[n];
+#else
+                const float* drive = x;
+#endif
 #pragma unroll
                 for (int n = 0; n < NEURONS; n++) {
-                    const float h = charged(x[n], v[n], tau, call.rest, decay, gain);
+                    const float h = charged(drive[n], v[n], tau, call.rest, decay, gain);
                     fired[n % WIDTH_V] |= h >= call.threshold;
                     v[n] = after(h, call.threshold, call.rest);
                 }

@@ -4,6 +4,7 @@
 //                 2 PLIF with decay_input, 3 PLIF (both: tau is a factor), 4 IF, 5 a merged step with its own beta and gamma
 //   HARD          hard reset to the resting voltage, else soft: minus the threshold
 //   AFFINE        a scale and shift for every channel comes before the steps
+//   RESIDUAL      a frame is added to the drive at every step (forward only)
 //   WINDOWS       a MaxPool of 2x2 windows that tile the map is inside
 //   LAST          channels_last
 //   WIDTH_V       slots (neurons, or windows) of one thread, side by side in memory
