@@ -27,9 +27,9 @@ class Fire:
 
     def __init__(
         self, y: Tensor, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None,
-        linear: Tensor | None, q: Tensor | None, weights: Tensor | None, lengths: Sequence[int], mode: int, tau: float, decay: float, gain: float,
-        rest: float, threshold: float, hard: bool, detach: bool, surrogate: int, alpha: float, pool: int,
-        window: Sequence[int], group: int,
+        linear: Tensor | None, q: Tensor | None, weights: Tensor | None, lengths: Sequence[int], mode: int, tau: float,
+        decay: float, gain: float, rest: float, threshold: float, hard: bool, detach: bool, surrogate: int, alpha: float,
+        pool: int, window: Sequence[int], group: int,
     ) -> None:  # fmt: skip
         self.last = is_channels_last(y)
         self.y = cuda.dense(y, self.last, y.dtype)
