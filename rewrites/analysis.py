@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from rewrites import verify as verification
@@ -49,10 +50,10 @@ class Analysis:
     def report(self, model: nn.Module, title: str) -> Report:
         verdicts = []
         stretched = dict(self.layout.stretched)
-        for name, module in model.named_modules():
+        for name, _ in model.named_modules():
             if name in self.chains:
                 stretched.pop(name, None)
-                verdicts.append(self.verdict(name, module))
+                verdicts.append(self.verdict(name, model))
             elif name in stretched:
                 span = stretched.pop(name)
                 detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"
@@ -75,13 +76,25 @@ class Analysis:
             slower = f"in training it runs on reference: {slower}"
         return f"{fusion.ran or fusion.planned}, fused", slower
 
-    def verdict(self, name: str, conv: nn.Module) -> Verdict:
+    def caveats(self, chain: Chain, model: nn.Module) -> list[str]:
+        """Where a shared drive is less than it could be."""
+        found = []
+        if chain.max_pool:
+            found.append(f"approximate: {chain.max_pool!r} takes the largest of shared drives")
+        with torch.no_grad():
+            decays = {round(float(host.decay(model.get_submodule(n), torch.float64)), 12) for n in chain.neurons}
+        if len(decays) > 1:
+            found.append(f"its drive reaches {len(chain.neurons)} neurons of different decay; weighted for {chain.neuron!r}")
+        return found
+
+    def verdict(self, name: str, model: nn.Module) -> Verdict:
         chain, drive = self.chains[name], self.layout.drives.get(name)
         seen = drive.seen if drive is not None and drive.seen else self.macs.get(name)
         before = seen[0] * seen[1] if seen else None
         if drive is not None and isinstance(chain, Chain):
             after = len(drive.groups(seen[0])) * seen[1] if seen else None
-            kernel, why = self.kernel(name, chain.neuron)
+            kernel, slower = self.kernel(name, chain.neuron)
+            why = "; ".join([*self.caveats(chain, model), *([slower] if slower else [])])
             return Verdict(name, "converted", drive.mode, drive.k, kernel, None, why, "", before, after)
         if name in self.layout.stretched:
             span = self.layout.stretched[name]

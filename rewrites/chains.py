@@ -72,7 +72,7 @@ class _Reach:
 
 class _Finder:
     def __init__(self, model: nn.Module, flow: Flow, closed: Mapping[str, str]) -> None:
-        self.model, self.flow, self.closed = model, flow, closed
+        self.flow, self.closed = flow, closed
         self.modules = dict(model.named_modules())
         self.calls = flow.calls()
         self.known: dict[int, _Reach] = {}

@@ -74,7 +74,7 @@ LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *
 # What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.
 AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
 # What treats every frame alike, and no more: frames that stand for several steps may pass, sums may not.
-PER_FRAME: tuple[type[nn.Module], ...] = (layer.MaxPool2d, nn.Dropout)
+PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout,)
 
 
 def is_conv(module: nn.Module) -> bool:

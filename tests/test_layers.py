@@ -148,6 +148,7 @@ def test_a_max_pool_before_the_neuron_is_refused_unless_it_is_allowed(inside):
         allowed = {"default": {"mode": mode, "k": 2}, "rules": [{"match": name, "approximate": True}]}
         fast = sj_tac.convert(net, allowed, example_input=x)
         assert [v.status for v in sj_tac.report(fast).verdicts] == ["converted"] * 2
+        assert sj_tac.report(fast)[name].detail.startswith("approximate: ")
         unfused = sj_tac.convert(net, allowed, example_input=x, fuse=False)
         with torch.no_grad():
             assert torch.equal(fast(x), unfused(x))

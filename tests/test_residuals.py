@@ -331,6 +331,10 @@ def test_a_drive_that_several_neurons_and_convs_read():
     x = frames(6, 2, 2, 6, 6)
     net = awake(Stem().eval(), x)
     assert [v.status for v in sj_tac.plan(net).verdicts] == ["converted"] * 3
+    net.last.tau = 3.0
+    assert sj_tac.plan(net)["stem.0"].detail == "its drive reaches 2 neurons of different decay; weighted for 'spike'"
+    assert sj_tac.plan(net)["conv.0"].detail == ""
+    net.last.tau = 2.0
     still = x[:1].expand(6, -1, -1, -1, -1)
     with torch.no_grad():
         for k in (2, 3):
