@@ -80,8 +80,8 @@ class _Fuse:
         if pool is not None and pool not in self.places:
             self.places[pool] = Place(place.timeline, place.span)
             self.layout.swaps.append(Swap(pool, self.places[pool]))
-        for part in (fusion.site, fusion.norm, fusion.node, fusion.pool):
-            if part is not None:
+        for part in fusion.modules():
+            if part in self.places:
                 self.places[part].fusion = fusion
         self.writers[(behind or node).index] = fusion
         self.layout.fusions[name] = fusion

@@ -187,7 +187,8 @@ class _Walk:
     def norms(self, chain: Chain) -> list[nn.Module]:
         """The norms behind the conv of a chain, and those inside its container."""
         readers = self.flow.readers(self.flow.of(chain.site))
-        names = {chain.norm, *(r.module for r in readers if r.kind is Kind.NORM and r.once)} - {None}
+        behind = [n for n in chain.between if source_class(self.modules[n]) in host.NORMS]
+        names = {chain.norm, *behind, *(r.module for r in readers if r.kind is Kind.NORM and r.once)} - {None}
         norms = [self.modules[str(name)] for name in names]
         if source_class(self.modules[chain.site]) in host.CONTAINERS:
             norms += [m for m in self.modules[chain.site].children() if source_class(m) in host.PLAIN_NORMS]

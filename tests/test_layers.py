@@ -34,6 +34,7 @@ KINDS = {
     "Conv1d": (lambda: [layer.Conv1d(2, 3, 3, **M), layer.BatchNorm1d(3, **M), lif()], (2, 7), "0"),
     "Conv3d": (lambda: [layer.Conv3d(2, 3, 3, padding=1, **M), layer.BatchNorm3d(3, **M), lif()], (2, 3, 5, 4), "0"),
     "avg pool before the neuron": (lambda: [conv(), norm(), layer.AvgPool2d(2, **M), lif()], (2, 6, 6), "0"),
+    "avg pool before the norm": (lambda: [conv(), layer.AvgPool2d(2, **M), norm(), lif()], (2, 6, 6), "0"),
     "Linear": (lambda: [layer.Linear(5, 4, **M), lif()], (5,), "0"),
     "Linear, tokens": (lambda: [layer.Linear(5, 4, **M), lif()], (3, 5), "0"),
     "container, Linear": (lambda: [layer.SeqToANNContainer(nn.Linear(5, 4), nn.BatchNorm1d(4)), lif()], (5,), "0.0"),
