@@ -67,7 +67,7 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "torch.nn.utils.parametrize.remove_parametrizations, then convert",
     ),
     Reason.UNSUPPORTED_CONV: (
-        "it is not exactly one of SpikingJelly's layer.Conv1d, Conv2d, Conv3d",
+        "it is not exactly one of SpikingJelly's layer.Conv1d, Conv2d, Conv3d, or layer.Linear",
         "use layer.Conv2d, or put torch's own conv and norm into a layer.SeqToANNContainer",
     ),
     Reason.UNSUPPORTED_NORM: (
