@@ -63,6 +63,12 @@ def test_sums_of_drives_with_the_same_groups_stay_drives():
     assert lazy(total)
     assert total.drives.shape[0] == 3
     torch.testing.assert_close(total.frames(), plain_a + plain_b)
+    d, plain_d, _, _ = made(residual=True, seed=3)
+    torch.testing.assert_close((made(residual=True)[0] + d).frames(), plain_a + plain_d)
+    scale, shift = torch.rand(3) + 0.5, torch.randn(3)
+    mapped = SharedDrive.of(a.drives, a.lengths, a.residual, (scale, shift)) + made(seed=1)[0]
+    expected = plain_a + plain_b + (a.drives * (scale - 1).view(-1, 1, 1) + shift.view(-1, 1, 1))[[0, 0, 1, 1, 2]]
+    torch.testing.assert_close(mapped.frames(), expected)
     c, plain_c, _, _ = made((3, 2), seed=2)
     mixed = a + c
     assert lazy(mixed)
