@@ -210,8 +210,9 @@ def _function_kind(node: fx.Node, inputs: int) -> Kind:
     if inputs != 1 or len(node.all_input_nodes) != 1:
         return Kind.FIXED
     if target in _SCALINGS:
-        number = isinstance(node.args[0], fx.Node) and all(isinstance(a, (int, float)) for a in others)
-        return Kind.LINEAR if number else Kind.FIXED
+        # One number, beside the value and not in front of it; x * x has the same single input, and rounding is a keyword.
+        number = len(others) == 1 and isinstance(others[0], (int, float)) and isinstance(node.args[0], fx.Node)
+        return Kind.LINEAR if number and not node.kwargs else Kind.FIXED
     if target in _COPIES:
         return Kind.LINEAR
     return _shape_kind(node, others)

@@ -41,7 +41,7 @@ class _Fuse:
         self.chains = {c.site: c for c in chains.values() if isinstance(c, Chain) and c.conv in layout.drives}
         # By the index of the value that a fusion makes: the neuron's, or its pool's.
         self.writers: dict[int, Fusion] = {}
-        self.device = next(model.parameters(), None)
+        self.parameter = next(model.parameters())
 
     def run(self) -> None:
         for node in self.flow.nodes:
@@ -57,15 +57,14 @@ class _Fuse:
     def neuron(self, node: Node, place: FiringPlace) -> None:
         name = str(node.module)
         module = self.modules[name]
-        chain = next((c for c in self.chains.values() if c.direct and c.neuron == name), None)
+        chain = next((c for c in self.chains.values() if c.neuron == name and self.is_direct(c)), None)
         behind = self.pool(node)
         pool = self.modules[str(behind.module)] if behind is not None else None
         if not place.emit_mean and (pool is None or pool not in self.places):
             # The mean is taken at a MaxPool further on: this neuron stays as it is.
             return
-        weight = self.modules[chain.conv].weight if chain is not None else self.device
-        if weight is None or not isinstance(weight, nn.Parameter):
-            return
+        # Any parameter of the conv: its weight is none where it is pruned or weight-normed.
+        weight = next(self.modules[chain.conv].parameters()) if chain is not None else self.parameter
         try:
             planned, slower = kernels.plan(self.backend, module, pool, weight)
         except BackendError:
@@ -85,6 +84,11 @@ class _Fuse:
                 self.places[part].fusion = fusion
         self.writers[(behind or node).index] = fusion
         self.layout.fusions[name] = fusion
+
+    def is_direct(self, chain: Chain) -> bool:
+        """Whether the drives of a chain come to its neuron as they are: not where frames come back on the way."""
+        before = [chain.site, *([chain.norm] if chain.norm else []), *chain.between]
+        return chain.direct and not any(self.modules[name] in self.exits for name in before)
 
     def pool(self, node: Node) -> Node | None:
         """The pool that the neuron's spikes go to, and nothing else, where ``fire`` knows how to pool so."""

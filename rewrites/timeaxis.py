@@ -73,7 +73,6 @@ class _Walk:
         known = [c for c in chains.values() if isinstance(c, Chain) and c.conv not in refused]
         self.chains = {c.site: c for c in known if settings[c.conv].mode != "keep"}
         self.kept = {c.site: c.conv for c in known if settings[c.conv].mode == "keep"}
-        self.refused_sites = {c.site for c in chains.values() if isinstance(c, Chain) and c.conv in refused}
         self.layout = Layout(Timeline(), refused=refused)
         self.spans: dict[int, Span] = {}
         # Collapses that a value stands behind and that no neuron has taken up yet.
@@ -137,7 +136,7 @@ class _Walk:
             return
         elif node.kind is Kind.NORM:
             self.norm(node, span)
-        elif node.kind not in CARRIES_SPANS or node.module in self.refused_sites or self.is_refused(node):
+        elif node.kind not in CARRIES_SPANS or self.is_refused(node):
             self.end(node.inputs, f"{node.label} needs frames at the input's rate")
         elif node.module in self.kept:
             self.layout.stretched[self.kept[node.module]] = span

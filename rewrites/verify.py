@@ -32,7 +32,7 @@ class Run:
     Attributes:
         macs: T and multiply-accumulates per frame and sample, of every conv and Linear.
         calls: every module call in the order they ended; output: what the net put out.
-        failure: why it did not end, and in which module; empty where it did.
+        failure: why it did not end, and in which module, empty where it did; error: what was raised there.
     """
 
     macs: dict[str, tuple[int, int]]
@@ -82,7 +82,7 @@ def run(
         return hook
 
     with host.looked_at(model):
-        host.reset(model)
+        host.reset_memories(model)
         for name, module in model.named_modules() if watched else ():
             module.register_forward_pre_hook(enter(name))
             module.register_forward_hook(leave(name, isinstance(module, _MEASURED)))

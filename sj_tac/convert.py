@@ -78,7 +78,7 @@ def convert(
     handles = swap.apply(target, analysis.layout)
     try:
         _verify(target, analysis, example_input)
-    except ConversionError:
+    except BaseException:
         swap.undo(target, handles)
         raise
     setattr(target, RECORD, Record(analysis, handles, type(model).__name__))

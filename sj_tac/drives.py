@@ -185,7 +185,7 @@ class _Container(SharedDriveSite, layer.SeqToANNContainer):
 
     def _see(self, steps: int, y: Tensor) -> None:
         # Pools behind the conv hide how large its own output was; the first run of the source net has seen it.
-        if len(self) == 1 or not any(isinstance(m, (*host.ANY_MAX_POOLS, *host.INNER_AVG_POOLS)) for m in self):
+        if not any(isinstance(m, (*host.ANY_MAX_POOLS, *host.INNER_AVG_POOLS)) for m in self):
             super()._see(steps, y)
 
 

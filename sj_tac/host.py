@@ -315,6 +315,13 @@ def reset(model: nn.Module) -> None:
     functional.reset_net(model)
 
 
+def reset_memories(model: nn.Module) -> None:
+    """``reset`` of the host's own stateful modules alone: what else of the user's has a ``reset`` is not called."""
+    for module in model.modules():
+        if isinstance(module, base.MemoryModule):
+            module.reset()
+
+
 def forget_reset_cache(model: nn.Module) -> None:
     """``reset_net`` caches a net's module list; call this after every change to a net's modules."""
     if IS_V2:

@@ -93,8 +93,8 @@ class TACParametricLIFNode(_PlacedNode, neuron.ParametricLIFNode):
     """ParametricLIFNode of a converted net."""
 
 
-class _PlacedNorm(nn.modules.batchnorm._BatchNorm):
-    """A BatchNorm that may be frozen, and whose batch statistics weigh a frame by the steps it stands for."""
+class _LearningNorm(nn.modules.batchnorm._BatchNorm):
+    """A BatchNorm that may be frozen, and that remembers whether it learnt from aggregated frames."""
 
     _tac: NormPlace
 
@@ -102,9 +102,21 @@ class _PlacedNorm(nn.modules.batchnorm._BatchNorm):
         return super().train(mode and not self._tac.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        place = self._tac
         if self.training:
-            place.moved = place.moved or place.aggregated
+            self._tac.moved = self._tac.moved or self._tac.aggregated
+        result: Tensor = super().forward(x)
+        return result
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._tac.moved = False
+
+
+class _PlacedNorm(_LearningNorm):
+    """A BatchNorm whose batch statistics weigh a frame by the steps it stands for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self._tac
         unit = place.fused
         if unit is not None:
             return x if unit.absorbs_norm and not self.training else self._of_drives(x, unit.lengths())
@@ -128,10 +140,6 @@ class _PlacedNorm(nn.modules.batchnorm._BatchNorm):
             return result
         return reference.first(super().forward(reference.repeat(x, lengths)), lengths)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._tac.moved = False
-
 
 class TACBatchNorm1d(_PlacedNorm, layer.BatchNorm1d):
     """BatchNorm1d of a converted net."""
@@ -149,34 +157,15 @@ class TACThresholdDependentBatchNorm2d(_PlacedNorm, layer.ThresholdDependentBatc
     """ThresholdDependentBatchNorm2d of a converted net."""
 
 
-class _InnerNorm(nn.modules.batchnorm._BatchNorm):
-    """torch's BatchNorm inside a container: may be frozen, and remembers whether it learnt from aggregated frames."""
-
-    _tac: NormPlace
-
-    def train(self, mode: bool = True) -> Any:
-        return super().train(mode and not self._tac.frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self._tac.moved = self._tac.moved or self._tac.aggregated
-        result: Tensor = super().forward(x)
-        return result
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._tac.moved = False
-
-
-class InnerBatchNorm1d(_InnerNorm, nn.BatchNorm1d):
+class InnerBatchNorm1d(_LearningNorm, nn.BatchNorm1d):
     """torch's BatchNorm1d in a container of a converted net."""
 
 
-class InnerBatchNorm2d(_InnerNorm, nn.BatchNorm2d):
+class InnerBatchNorm2d(_LearningNorm, nn.BatchNorm2d):
     """torch's BatchNorm2d in a container of a converted net."""
 
 
-class InnerBatchNorm3d(_InnerNorm, nn.BatchNorm3d):
+class InnerBatchNorm3d(_LearningNorm, nn.BatchNorm3d):
     """torch's BatchNorm3d in a container of a converted net."""
 
 

@@ -5,6 +5,7 @@ import torch
 from spikingjelly.activation_based import functional, layer
 from support import awake, conv, frames, node, norm, same_state
 from torch import nn
+from torch.nn.utils import prune
 
 import sj_tac
 from sj_tac.errors import InputError, PolicyError
@@ -156,6 +157,42 @@ def test_a_max_pool_before_the_neuron_is_refused_unless_it_is_allowed(inside):
             functional.reset_net(net)
             one = sj_tac.convert(net, allowed | {"default": {"mode": mode, "k": 1}}, example_input=x, fuse=False)
             assert torch.equal(one(x), net(x))
+
+
+def test_what_is_not_linear_is_not_taken_for_it():
+    """x * x has one input and no other argument, and so has a quotient that is rounded."""
+    for change in (
+        lambda x: x * x, lambda x: torch.div(x, 2, rounding_mode="floor"), lambda x: 1 / x, lambda x: x**2, lambda x: x @ x,
+    ):  # fmt: skip
+
+        class Net(nn.Module):
+            def __init__(self, change):
+                super().__init__()
+                self.conv, self.node, self.change = conv(2, 2), lif(), change
+                self.good = nn.Sequential(conv(2, 2), lif())
+
+            def forward(self, x):
+                return self.good(self.node(self.change(self.conv(x))))
+
+        report = sj_tac.plan(Net(change))
+        assert report["conv"].reason == "NOT_LINEAR"
+        assert report["good.0"].status == "converted"
+
+
+def test_a_pruned_conv_is_converted_and_its_hook_is_named():
+    """The weight of a pruned conv is no parameter: a hook computes it anew for every call, and a hook unfuses."""
+    net, x = nn.Sequential(conv(), norm(), lif()).eval(), frames(6, 2, 2, 6, 6)
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    awake(net, x)
+    with torch.no_grad():
+        expected = net(x)
+    functional.reset_net(net)
+    fast = sj_tac.convert(net, "preserve", 1, example_input=x, inplace=True, backend="numba")
+    with torch.no_grad():
+        assert torch.equal(fast(x), expected)
+    verdict = sj_tac.report(fast)["0"]
+    assert (verdict.status, verdict.kernel) == ("converted", "reference")
+    assert "UNFUSED_HOOK" in verdict.detail
 
 
 def test_wrong_frames_are_named_with_the_shape_that_fits():

@@ -83,6 +83,8 @@ FUNCTIONS = {
     "multiply": lambda a, b: a * (1 - b),
     "cat": lambda a, b: torch.cat([a, b], 2)[:, :, :C],
     "scale": lambda a, b: a * 0.5,
+    "square": lambda a, b: a * a,
+    "floor": lambda a, b: torch.div(a, 2, rounding_mode="floor"),
     "mean": lambda a, b: a + b.mean(0, keepdim=True),
     "pool": lambda a, b: functional.seq_to_ann_forward(a, lambda x: F.max_pool2d(x, 3, 1, 1)),
     "flip": lambda a, b: torch.flip(a, [0]),
@@ -147,6 +149,8 @@ case = st.fixed_dictionaries(
     }
 )
 RESIDUAL = [("block", 0, 1, False), ("conv", 0, 1, False), ("norm", 0, 1, False), ("add", 0, 2, False), ("lif", 0, 1, False)]
+# A region that must end between a conv and its neuron: the sum of that neuron's spikes goes to a MaxPool.
+POOLED_SUM = [*[("block", 0, 1, False)] * 3, ("ms", 0, 1, False), ("max pool", 0, 1, False), ("lif", 0, 1, False)]
 PLAIN = {"weights": "decay", "spikes": "count", "approximate": False}
 
 
@@ -190,6 +194,16 @@ def outputs(net, x):
         "default": {"mode": "collapse", "k": 2, **PLAIN},
         "rules": [],
         "steps": 5,
+        "seed": 0,
+    }
+)
+@example(
+    {
+        "program": POOLED_SUM,
+        "ending": "last",
+        "default": {"mode": "preserve", "k": 1, **PLAIN},
+        "rules": [("parts.[02468]*", {"mode": "collapse", "k": 2, **PLAIN})],
+        "steps": 4,
         "seed": 0,
     }
 )
@@ -297,7 +311,7 @@ def test_the_programs_do_convert_and_fire():
 
 
 @pytest.mark.parametrize("ending", ["last", "mean", "pair"])
-@pytest.mark.parametrize("what", ["flip", "multiply", "mean", "relu", "single step"])
+@pytest.mark.parametrize("what", ["flip", "multiply", "square", "floor", "mean", "relu", "single step"])
 def test_a_collapse_ends_before_what_needs_every_frame(ending, what):
     program = [("block", 0, 0, False), ("block", 0, 0, False), (what, 0, 0, False), ("block", 0, 0, False)]
     net, x, _, _ = build({"program": program, "ending": ending, "default": {}, "rules": [], "steps": 5, "seed": 0})

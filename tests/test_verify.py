@@ -79,6 +79,29 @@ def test_numbers_that_are_not_finite_are_traced_to_their_layer(x, monkeypatch):
         sj_tac.convert(csnn()[:13], "preserve", 2, example_input=x)
 
 
+def test_an_interrupted_verification_leaves_the_model_as_it_was(x, monkeypatch):
+    net = csnn()
+    monkeypatch.setattr(ops_fire, "fire_now", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        sj_tac.convert(net, "preserve", 2, example_input=x, inplace=True)
+    assert all("_tac" not in vars(m) for m in net.modules())
+
+
+def test_only_the_hosts_own_memories_are_reset(x):
+    class Counter(nn.Module):
+        resets = 0
+
+        def reset(self):
+            self.resets += 1
+
+        def forward(self, x):
+            return x
+
+    net = nn.Sequential(csnn(), Counter())
+    sj_tac.convert(net, "preserve", 2, example_input=x, inplace=True)
+    assert net[1].resets == 0
+
+
 @pytest.mark.parametrize("policy", ["preserve", "collapse"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_verification_leaves_nothing_behind(x, policy, k):
