@@ -21,6 +21,7 @@ from sj_tac.drives import SITE_SWAPS
 from sj_tac.functional import temporal_sum
 from sj_tac.host import layer, neuron
 from sj_tac.kernels import reference
+from sj_tac.kernels.weighted_norm import weighted_batch_norm
 from sj_tac.places import FiringPlace, NormPlace, Place
 from sj_tac.shared import SharedDrive
 from sj_tac.spans import Span
@@ -115,6 +116,8 @@ class _LearningNorm(nn.modules.batchnorm._BatchNorm):
 class _PlacedNorm(_LearningNorm):
     """A BatchNorm whose batch statistics weigh a frame by the steps it stands for."""
 
+    _is_plain_norm = True
+
     def forward(self, x: Tensor) -> Tensor:
         place = self._tac
         unit = place.fused
@@ -138,6 +141,12 @@ class _PlacedNorm(_LearningNorm):
         if not self.training or lengths[-1] == lengths[0]:
             result: Tensor = super().forward(x)
             return result
+        if (
+            self._is_plain_norm
+            and x.dtype in (torch.float32, torch.float64)
+            and not torch.is_autocast_enabled(x.device.type)
+        ):
+            return weighted_batch_norm(self, x, lengths)
         return reference.first(super().forward(reference.repeat(x, lengths)), lengths)
 
 
@@ -155,6 +164,8 @@ class TACBatchNorm3d(_PlacedNorm, layer.BatchNorm3d):
 
 class TACThresholdDependentBatchNorm2d(_PlacedNorm, layer.ThresholdDependentBatchNorm2d):
     """ThresholdDependentBatchNorm2d of a converted net."""
+
+    _is_plain_norm = False  # its host scales what torch's BatchNorm gives
 
 
 class InnerBatchNorm1d(_LearningNorm, nn.BatchNorm1d):

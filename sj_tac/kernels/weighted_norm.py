@@ -1,0 +1,72 @@
+"""Training-mode BatchNorm of drives that stand for different numbers of steps, without repeating them.
+
+Over frames repeated ``l_g`` times the batch statistics are ``mean = sum_g q_g sum x_g`` and ``var = sum_g q_g sum (x_g -
+mean)^2`` with ``q_g = l_g / (T N H W)``: the same numbers from G drives instead of T frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sj_tac.kernels.reference import constant
+
+
+def statistics(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance [C] of drives [G, N, C, ...], drive g counted ``lengths[g]`` times."""
+    var, mean = torch.var_mean(x, [1, *range(3, x.dim())], correction=0)
+    share = constant([n / sum(lengths) for n in lengths], x.dtype, x.device).unsqueeze(1)
+    total = (share * mean).sum(0)
+    return total, (share * (var + (mean - total) ** 2)).sum(0)
+
+
+class _WeightedBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, lengths: Sequence[int],
+        eps: float,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.lengths, ctx.eps = lengths, eps
+        return torch.batch_norm(x.flatten(0, 1), weight, bias, mean, var, False, 0.0, eps, False).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        flat = (grad.flatten(0, 1), x.flatten(0, 1))
+        given, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+            *flat, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+        )
+        # What is left is the statistics' own part: grad_x -= q_g * scale * (sum grad + x_hat * sum(grad * x_hat)).
+        invstd = torch.rsqrt(var + ctx.eps)
+        scale = invstd if weight is None else invstd * weight
+        count = sum(ctx.lengths) * x[0, :, 0].numel()
+        share = constant([n / count for n in ctx.lengths], x.dtype, x.device).unsqueeze(1)
+        slope = share * (scale * invstd * by_weight)
+        offset = share * (scale * by_bias) - slope * mean
+        shape = [len(ctx.lengths), 1, -1, *[1] * (x.dim() - 3)]
+        through = given.view_as(x).addcmul_(x, slope.view(shape), value=-1).sub_(offset.view(shape))
+        needs = ctx.needs_input_grad
+        return through, by_weight if needs[1] else None, by_bias if needs[2] else None, None, None, None, None
+
+
+def weighted_batch_norm(norm: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    """``norm`` (a torch BatchNorm in training mode) on drives [G, N, C, ...] that count ``lengths[g]`` times each.
+
+    Running statistics move as if every drive had been repeated. Gradients of first order; float32 or float64.
+    """
+    with torch.no_grad():
+        mean, var = statistics(x, lengths)
+        if norm.track_running_stats:
+            norm.num_batches_tracked.add_(1)
+            rate = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+            count = sum(lengths) * x[0, :, 0].numel()
+            norm.running_mean.lerp_(mean, rate)
+            norm.running_var.lerp_(var * (count / (count - 1)), rate)
+    result: Tensor = _WeightedBatchNorm.apply(x, norm.weight, norm.bias, mean, var, tuple(lengths), norm.eps)
+    return result
