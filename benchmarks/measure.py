@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import ctypes
 import gc
-import importlib
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +21,11 @@ from rich.table import Table
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
+from sj_tac import environment
+
 RESULTS = Path(__file__).resolve().parent / "results"
 # Ends the name of a configuration whose weights, and so activations, are channels_last.
 LAST = ", channels_last"
-
-
-def machine() -> dict[str, Any]:
-    """What was measured on: processor, threads, versions, date."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
-    packages = ("torch", "spikingjelly", "numba", "sj_tac")
-    device = {}
-    if torch.cuda.is_available():
-        device = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        with contextlib.suppress(ImportError):
-            device["cupy"] = importlib.import_module("cupy").__version__
-    return device | {
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "date": date.today().isoformat(),
-        **{name: version(name) for name in packages},
-    }
 
 
 def interleaved(runs: dict[str, Callable[[], None]], rounds: int, title: str) -> dict[str, list[float]]:
@@ -182,7 +157,8 @@ def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tup
 def save(path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int) -> Path:
     """All tables with the machine, as JSON beside a PNG of the ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"kind": kind, "rounds": rounds, "machine": machine(), "results": results}, indent=1) + "\n")
+    content = {"kind": kind, "rounds": rounds, "machine": environment.describe(), "results": results}
+    path.write_text(json.dumps(content, indent=1) + "\n")
     try:
         import matplotlib
 

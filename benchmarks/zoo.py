@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 import sj_tac
 from benchmarks import zoo_nets
-from benchmarks.measure import RESULTS, machine
+from benchmarks.measure import RESULTS
 from benchmarks.nets import wake
+from sj_tac import environment
 from sj_tac.fusion import Fusion
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
@@ -237,7 +238,8 @@ def main() -> None:
     for name in track(options.net or list(zoo_nets.CASES), description="zoo", transient=True):
         rows.append(examine(name, options.rounds))
         gc.collect()
-    where, text = machine(), page(rows, machine())
+    where = environment.describe()
+    text = page(rows, where)
     print(text)
     if options.out or not options.net:
         (options.out or PAGE).write_text(text)

@@ -1,13 +1,23 @@
-"""Real data for the examples: readers for the files shipped in ``examples/data`` and for the full data sets."""
+"""Real data for the examples: readers for the files shipped in ``examples/data`` and for the full data sets.
+
+``RateCoded``, ``Frames`` and ``Indexed`` hand samples to training.py, batch by batch.
+"""
 
 from __future__ import annotations
 
 import gzip
 import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 SHIPPED_DIGITS = HERE / "data" / "mnist_test_1000.npz"
@@ -15,27 +25,48 @@ SHIPPED_EVENTS = HERE / "data" / "nmnist_test_100.npz"
 SENSOR = 34  # N-MNIST's ATIS crops are 34 x 34 pixels
 
 
+class DataError(ValueError):
+    """Data that is missing or damaged: the file, what is wrong with it, and what to do."""
+
+
 def read_idx(path: Path) -> np.ndarray:
     """One ``idx`` file of the MNIST family (``.gz``), as an array of uint8.
 
     Raises:
-        ValueError: the file is not an idx file of uint8, or is shorter than its own header says.
+        DataError: no such file, no idx file of uint8, or shorter than its compression or its own header says.
     """
-    with gzip.open(path, "rb") as file:
-        zero, dtype, ndim = struct.unpack(">HBB", file.read(4))
-        if (zero, dtype) != (0, 8):
-            raise ValueError(f"{path} is no idx file of uint8 (its magic number is {(zero, dtype, ndim)})")
-        shape = struct.unpack(f">{ndim}I", file.read(4 * ndim))
-        values = np.frombuffer(file.read(), np.uint8)
-    if values.size != np.prod(shape):
-        raise ValueError(f"{path} holds {values.size} values where its header promises {shape}; download it again")
-    return values.reshape(shape)
+    try:
+        with gzip.open(path, "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; --data takes a folder with MNIST's four idx.gz files") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is damaged ({error}); download it again") from None
+    if len(content) < 4 or content[:3] != b"\0\0\x08":
+        raise DataError(f"{path} is no idx file of uint8 (it begins with {content[:4].hex(' ') or 'nothing'})")
+    ndim = content[3]
+    start = 4 + 4 * ndim
+    shape = struct.unpack(f">{ndim}I", content[4:start]) if len(content) >= start else (-1,)
+    if len(content) - start != np.prod(shape):
+        raise DataError(f"{path} holds {len(content) - start} values where its header promises {shape}; download it again")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images [N, 28, 28] in 0..1 (float32) and labels [N] of the original ``idx.gz`` files; split: train or t10k."""
+def mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Images [N, 28, 28] in 0..1 (float32) and labels [N] of the original ``idx.gz`` files; split: train or t10k.
+
+    Raises:
+        DataError: a file is missing or damaged, is not what its name says, or the two do not belong together.
+    """
     images = read_idx(folder / f"{split}-images-idx3-ubyte.gz")
     labels = read_idx(folder / f"{split}-labels-idx1-ubyte.gz")
+    if images.ndim != 3 or images.shape[1:] != (28, 28):
+        raise DataError(f"{folder}: the {split} images have shape {list(images.shape)}, expected [N, 28, 28]")
+    if labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
+        raise DataError(
+            f"{folder}: {split} has {len(images)} images and labels of shape {list(labels.shape)} up to "
+            f"{labels.max(initial=0)}; expected one label of 0..9 for each image"
+        )
     return torch.from_numpy(images.copy()).float() / 255, torch.from_numpy(labels.copy()).long()
 
 
@@ -56,9 +87,25 @@ def read_recordings(path: Path) -> dict[str, np.ndarray]:
 
     ``x``, ``y`` (uint8), ``p`` (polarity, packed bits), ``dt_us`` (uint16, time to the event before it within one
     recording), ``offsets`` [recordings + 1] into them, ``label`` and ``is_test`` [recordings].
+
+    Raises:
+        DataError: no such file, no whole ``.npz``, or one whose arrays are not these or do not fit each other.
     """
-    with np.load(path) as data:
-        return {name: data[name] for name in data.files}
+    try:
+        with np.load(path) as data:
+            archive = {name: data[name] for name in data.files}
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; it should be an .npz of N-MNIST recordings") from None
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is no whole .npz ({error}); copy it again") from None
+    missing = {"x", "y", "p", "dt_us", "offsets", "label", "is_test"} - archive.keys()
+    if missing:
+        raise DataError(f"{path} lacks {', '.join(sorted(missing))}; it has {', '.join(sorted(archive))}")
+    events = int(archive["offsets"][-1])
+    lengths = {name: len(archive[name]) for name in ("x", "y", "dt_us")}
+    if set(lengths.values()) != {events} or len(archive["label"]) != len(archive["offsets"]) - 1:
+        raise DataError(f"{path}: {lengths} events and {len(archive['label'])} labels do not fit its {events} offsets")
+    return archive
 
 
 def pack_recordings(archive: dict[str, np.ndarray], keep: np.ndarray) -> dict[str, np.ndarray]:
@@ -73,9 +120,7 @@ def pack_recordings(archive: dict[str, np.ndarray], keep: np.ndarray) -> dict[st
         "p": np.packbits(polarity[chosen]),
         "dt_us": archive["dt_us"][chosen],
         "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(offsets.dtype),
-        "label": archive["label"][keep],
-        "mnist_id": archive["mnist_id"][keep],
-        "is_test": archive["is_test"][keep],
+        **{name: archive[name][keep] for name in ("label", "mnist_id", "is_test") if name in archive},
     }
 
 
@@ -100,3 +145,84 @@ def event_frames(archive: dict[str, np.ndarray], steps: int) -> tuple[torch.Tens
 def shipped_events(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The 100 real N-MNIST test recordings: frames [steps, 100, 2, 34, 34] (float32) and labels [100]."""
     return event_frames(read_recordings(SHIPPED_EVENTS), steps)
+
+
+@dataclass
+class RateCoded:
+    """Images [N, H, W] in 0..1 as Bernoulli spike trains of ``steps`` frames, drawn anew for every batch's seed."""
+
+    images: Tensor
+    labels: Tensor
+    steps: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def load(self, rows: list[Tensor], seeds: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen, seed in zip(rows, seeds, strict=True):
+            generator = torch.Generator().manual_seed(seed)
+            yield rate_code(self.images[chosen], self.steps, generator), self.labels[chosen]
+
+
+@dataclass
+class Frames:
+    """Event frames [T, N, C, H, W] held in memory (any dtype); each sample moved by up to ``shift`` pixels."""
+
+    frames: Tensor
+    labels: Tensor
+    shift: int = 0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def load(self, rows: list[Tensor], seeds: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen, seed in zip(rows, seeds, strict=True):
+            frames = self.frames[:, chosen].float()
+            if self.shift:
+                frames = shifted(frames, self.shift, torch.Generator().manual_seed(seed))
+            yield frames, self.labels[chosen]
+
+
+@dataclass
+class Indexed:
+    """A data set on disk whose items are (frames [T, C, H, W], label), read by ``workers`` processes."""
+
+    dataset: Any
+    workers: int = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def load(self, rows: list[Tensor], seeds: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = [chosen.tolist() for chosen in rows]
+        loader = torch.utils.data.DataLoader(
+            self.dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=_stack, generator=torch.Generator()
+        )
+        return iter(loader)
+
+
+def _stack(items: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
+    frames = torch.stack([torch.as_tensor(np.asarray(frames), dtype=torch.float32) for frames, _ in items], 1)
+    return frames, torch.tensor([int(label) for _, label in items])
+
+
+def shifted(frames: Tensor, limit: int, generator: torch.Generator | None = None) -> Tensor:
+    """Every sample of [T, N, C, H, W] moved by its own offset of up to ``limit`` pixels (zeros move in)."""
+    height, width = frames.shape[-2:]
+    padded = F.pad(frames, (limit,) * 4)
+    corners = torch.randint(0, 2 * limit + 1, (frames.shape[1], 2), generator=generator).tolist()
+    return torch.stack([padded[:, n, :, y : y + height, x : x + width] for n, (y, x) in enumerate(corners)], 1)
+
+
+def split_off(labels: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of about ``count`` held-out samples, every class in proportion, and of the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    held: list[Tensor] = []
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        chosen = torch.randperm(len(members), generator=generator)[: max(1, round(count * len(members) / len(labels)))]
+        held.append(members[chosen])
+    test = torch.cat(held).sort().values
+    keep = torch.ones(len(labels), dtype=torch.bool)
+    keep[test] = False
+    return test, keep.nonzero().flatten()

@@ -61,3 +61,49 @@ class EventNet(nn.Module):
 
     def forward(self, x):
         return self.classifier(self.features(x))
+
+
+class PaperImageNet(nn.Module):
+    """The rate-coded images' net of arXiv 2603.13810: tau = 10, soft reset, spikes [T, N, 10] out, counted for the score."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+
+        def lif() -> nn.Module:
+            return neuron.LIFNode(
+                tau=10.0, decay_input=False, v_reset=None, detach_reset=True, surrogate_function=surrogate.ATan()
+            )
+
+        self.features = nn.Sequential(*_block(1, channels, lif()), *_block(channels, 2 * channels, lif()))
+        self.classifier = nn.Sequential(layer.Flatten(), layer.Linear(2 * channels * 7 * 7, 10), lif())
+        functional.set_step_mode(self, "m")
+
+    def forward(self, x):
+        return self.classifier(self.features(x))
+
+
+class GestureNet(nn.Module):
+    """Blocks of conv -> BN -> LIF -> pool on event frames [T, N, 2, size, size]; votes [T, N, classes] out.
+
+    With 5 blocks of 128 channels and a size of 64 it is the DVS net of arXiv 2603.13810 but for the voting layer, which
+    SpikingJelly's own DVSGestureNet has.
+    """
+
+    def __init__(self, classes: int = 11, channels: int = 128, blocks: int = 5, size: int = 64) -> None:
+        super().__init__()
+        if size % 2**blocks:
+            raise ValueError(f"{blocks} blocks halve the frame {blocks} times, but {size} pixels are not whole after that")
+
+        def lif() -> nn.Module:
+            return neuron.LIFNode(tau=2.0, detach_reset=True, surrogate_function=surrogate.ATan())
+
+        widths = [2] + [channels] * blocks
+        modules = [_block(widths[i], widths[i + 1], lif()) for i in range(blocks)]
+        self.features = nn.Sequential(*[module for block in modules for module in block])
+        side = size // 2**blocks
+        votes = layer.Linear(channels * side * side, 10 * classes)
+        self.classifier = nn.Sequential(layer.Flatten(), layer.Dropout(0.25), votes, lif(), layer.VotingLayer(10))
+        functional.set_step_mode(self, "m")
+
+    def forward(self, x):
+        return self.classifier(self.features(x))

@@ -9,9 +9,9 @@ trained by train.py. Every row is the same checkpoint. Prints a table and writes
 from __future__ import annotations
 
 import argparse
+import itertools
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -24,20 +24,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from spikingjelly.activation_based import functional, neuron
+from timing import FUSED, SOURCE, host_configurations, in_turns
 
 import sj_tac
 from sj_tac.report import total_macs
 
-try:
-    from spikingjelly.activation_based.functional import conv_bn_fusion
-except ImportError:  # SpikingJelly before 2.0 has none
-    conv_bn_fusion = None
-
 HERE = Path(__file__).resolve().parent
 MIXED = HERE / "policies" / "mixed.yaml"
 BATCH = 100
-SOURCE = "SpikingJelly"
-FUSED = "SpikingJelly, BN folded"
 
 
 @dataclass
@@ -95,9 +89,7 @@ def variants(task: Task) -> list[Result]:
         (f"policies/{MIXED.name}", MIXED, 2),
     ]
     before, _ = total_macs(sj_tac.plan(task.net, example_input=sample).verdicts)
-    results = [Result(SOURCE, task.net, before)]
-    if conv_bn_fusion is not None:
-        results.append(Result(FUSED, conv_bn_fusion.fuse_conv_bn_eval_modules(task.net), before))
+    results = [Result(name, net, before) for name, net in host_configurations(task.net).items()]
     for name, policy, k in policies:
         fast = sj_tac.convert(task.net, policy, k, example_input=sample)
         assert list(fast.state_dict()) == list(task.net.state_dict())
@@ -132,14 +124,12 @@ def measure(results: list[Result], task: Task, rounds: int, tick: Callable[[], N
         for handle in handles:
             handle.remove()
         tick()
-    for i in range(rounds):
-        # Interleaved: whatever else the machine does at a moment, it does to every net.
-        batch = task.batches[i % len(task.batches)]
+    batches = itertools.cycle(task.batches)
+    for _ in range(rounds):
+        batch = next(batches)
+        taken = in_turns({r.name: lambda net=r.net, batch=batch: predict(net, batch) for r in results}, 1, tick)
         for result in results:
-            start = time.perf_counter()
-            predict(result.net, batch)
-            result.seconds.append(time.perf_counter() - start)
-        tick()
+            result.seconds += taken[result.name]
 
 
 def speedup(result: Result, results: list[Result]) -> float:

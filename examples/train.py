@@ -20,14 +20,6 @@ from spikingjelly.activation_based import functional
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 
 
-def shift(frames: torch.Tensor, limit: int) -> torch.Tensor:
-    """Move every sample of [T, N, C, H, W] by its own offset of up to ``limit`` pixels (zeros move in)."""
-    size = frames.shape[-1]
-    padded = F.pad(frames, (limit,) * 4)
-    corners = torch.randint(0, 2 * limit + 1, (frames.shape[1], 2)).tolist()
-    return torch.stack([padded[:, n, :, y : y + size, x : x + size] for n, (y, x) in enumerate(corners)], 1)
-
-
 def fit(net, batches, epochs: int, rate: float) -> None:
     """Adam with a cosine schedule; mean squared error between the firing rate of each class and its one-hot label."""
     optimizer = torch.optim.Adam(net.parameters(), rate)
@@ -99,7 +91,7 @@ def train_events(file: Path, epochs: int) -> None:
 
     def batches(epoch: int):
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch)).split(50)
-        return [lambda rows=rows: (shift(frames[:, rows], 2), labels[rows]) for rows in order]
+        return [lambda rows=rows: (datasets.shifted(frames[:, rows], 2), labels[rows]) for rows in order]
 
     fit(net, batches, epochs, rate=3e-3)
     save(net, "events")

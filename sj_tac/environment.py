@@ -1,0 +1,41 @@
+"""What a figure was measured on: processor, threads, versions, date."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "spikingjelly", "numba", "sj_tac")
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, threads, Python, date and the versions of what runs; of the GPU, too, where there is one."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
+    device: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        device = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        with contextlib.suppress(ImportError):
+            device["cupy"] = importlib.import_module("cupy").__version__
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return device | {
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+        **versions,
+    }
