@@ -14,6 +14,7 @@ from datasets import DataError
 from rich.console import Console
 from training import RunError, Workers
 
+from sj_tac import Policy
 from sj_tac.errors import SjTacError
 
 
@@ -37,6 +38,16 @@ def parser(description: str, out: str) -> argparse.ArgumentParser:
     return made
 
 
+def add_rows(made: argparse.ArgumentParser) -> None:
+    names = [study.BASELINE, *study.policies(2, "")]
+    made.add_argument("--rows", nargs="+", choices=names, help="only these rows of the table; the baseline always is one")
+
+
+def own_policy(args: argparse.Namespace) -> dict[str, tuple[Policy, int]]:
+    """The rows of --policy: the policy under its file's name, with --k. Raises PolicyError before anything is trained."""
+    return {f"policy {args.policy.name}": (Policy.load(args.policy), args.k)} if args.policy else {}
+
+
 def adjusted(protocol: study.Protocol, args: argparse.Namespace) -> study.Protocol:
     """The protocol with what the command line says instead; its name then tells of it."""
     changes = {key: value for key in ("epochs", "batch", "rate") if (value := getattr(args, key)) is not None}
@@ -49,6 +60,7 @@ def adjusted(protocol: study.Protocol, args: argparse.Namespace) -> study.Protoc
         tune_epochs=tune,
         ks_scratch=ks or protocol.ks_scratch,
         ks_converted=ks or protocol.ks_converted,
+        only=tuple(args.rows) if getattr(args, "rows", None) else protocol.only,
     )
     return made if made == protocol else replace(made, name=f"{protocol.name}, changed")
 

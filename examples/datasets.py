@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import struct
 import zipfile
 import zlib
@@ -124,22 +125,67 @@ def pack_recordings(archive: dict[str, np.ndarray], keep: np.ndarray) -> dict[st
     }
 
 
-def event_frames(archive: dict[str, np.ndarray], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def binned(events: dict[str, np.ndarray], steps: int, sensor: int, size: int, start: int, duration: int) -> np.ndarray:
+    """Events counted in ``steps`` bins of equal duration: [steps, 2, size, size] (float32), channel 0 off, channel 1 on.
+
+    ``events`` (int64): t from ``start`` over ``duration`` (us); x, y below ``sensor``, which becomes size x size blocks; p.
+    """
+    t, x, y, p = (events[name] for name in ("t", "x", "y", "p"))
+    bins = ((t - start) * steps // duration).clip(0, steps - 1)
+    flat = ((bins * 2 + p) * size + y * size // sensor) * size + x * size // sensor
+    return np.bincount(flat, minlength=steps * 2 * size * size).reshape(steps, 2, size, size).astype(np.float32)
+
+
+def event_frames(archive: dict[str, np.ndarray], steps: int) -> tuple[Tensor, Tensor]:
     """Events counted in ``steps`` bins of equal duration: frames [steps, N, 2, 34, 34] (float32), labels [N].
 
     Channel 0 counts OFF events, channel 1 ON events.
     """
     offsets = archive["offsets"]
     polarity = np.unpackbits(archive["p"])[: offsets[-1]]
-    count = len(offsets) - 1
-    frames = np.zeros((steps, count, 2, SENSOR, SENSOR), np.float32)
-    for i in range(count):
-        events = slice(offsets[i], offsets[i + 1])
-        time = np.cumsum(archive["dt_us"][events].astype(np.int64))
-        time -= time[0]
-        bins = np.minimum(time * steps // (time[-1] + 1), steps - 1)
-        np.add.at(frames, (bins, i, polarity[events], archive["y"][events], archive["x"][events]), 1.0)
-    return torch.from_numpy(frames), torch.from_numpy(archive["label"].astype(np.int64))
+    frames = []
+    columns = {"t": archive["dt_us"], "x": archive["x"], "y": archive["y"], "p": polarity}
+    for begin, end in itertools.pairwise(offsets):
+        events = {name: values[begin:end].astype(np.int64) for name, values in columns.items()}
+        events["t"] = np.cumsum(events["t"])
+        first, last = int(events["t"][0]), int(events["t"][-1])
+        frames.append(binned(events, steps, SENSOR, SENSOR, first, last - first + 1))
+    return torch.from_numpy(np.stack(frames, 1)), torch.from_numpy(archive["label"].astype(np.int64))
+
+
+def nmnist_folder(root: Path, train: bool, steps: int) -> tuple[Tensor, Tensor]:
+    """N-MNIST through tonic, from its Train/ or Test/ in ``root`` (or ``root``/NMNIST): as ``event_frames``.
+
+    Raises:
+        DataError: tonic is not installed, nothing is there and it cannot be downloaded, or a recording is damaged.
+    """
+    try:
+        from tonic.datasets import NMNIST
+        from tonic.io import read_mnist_file
+    except ImportError:
+        raise DataError("a folder of N-MNIST is read by tonic, which is not installed: pip install tonic") from None
+    part = "Train" if train else "Test"
+    try:
+        files = sorted((root / part).rglob("*.bin"))
+        if files:
+            found = [(path, int(path.parent.name)) for path in files]
+        else:
+            listed = NMNIST(str(root), train=train)
+            found = list(zip(map(Path, listed.data), listed.targets, strict=True))
+    except Exception as error:  # urllib, zipfile and tonic's own checks raise what they like
+        raise DataError(
+            f"no N-MNIST recordings under {root / part} and tonic cannot download them ({type(error).__name__}: {error})"
+        ) from None
+    frames = []
+    for path, _ in found:
+        raw = np.frombuffer(path.read_bytes(), np.uint8)
+        events = read_mnist_file(str(path), NMNIST.dtype) if len(raw) and not len(raw) % 5 else ()
+        columns = {name: np.asarray(events[name], np.int64) for name in "txyp"} if len(events) else {}
+        if not columns or columns["x"].max() >= SENSOR or columns["y"].max() >= SENSOR:
+            raise DataError(f"{path} is no whole N-MNIST recording ({len(raw)} bytes); unpack it again")
+        first, last = int(columns["t"][0]), int(columns["t"][-1])
+        frames.append(binned(columns, steps, SENSOR, SENSOR, first, last - first + 1))
+    return torch.from_numpy(np.stack(frames, 1)), torch.tensor([label for _, label in found])
 
 
 def shipped_events(steps: int) -> tuple[torch.Tensor, torch.Tensor]:

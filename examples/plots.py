@@ -27,7 +27,13 @@ def draw(content: dict[str, Any], path: Path) -> bool:
     for axis in (accuracy, pareto):
         axis.axhline(base["accuracy"], color="#8c8c8c", linewidth=1, label="baseline")
     for (name, how), entries in lines.items():
-        style = {"color": COLORS[name], "linestyle": STYLES[how], "marker": "o", "markersize": 4, "linewidth": 1.5}
+        style = {
+            "color": COLORS.get(name, "#7f5fa8"),
+            "linestyle": STYLES[how],
+            "marker": "o",
+            "markersize": 4,
+            "linewidth": 1.5,
+        }
         ks = [e["k"] for e in entries]
         accuracy.errorbar(
             ks, [e["accuracy"] for e in entries], [e["spread"] or 0 for e in entries], label=f"{name}, {how}", **style

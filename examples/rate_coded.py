@@ -24,8 +24,8 @@ from training import Recipe, Workers
 
 STEPS = 25
 PAPER = Protocol("full protocol", Recipe(15, 128), 1, 1e-4, (4, 8, 16), (2, 4, 8, 16))
-QUICK = Protocol("quick protocol", Recipe(4, 64), 1, 3e-4, (4, 8, 16), (2, 4, 8, 16))
-QUICK_TRAIN, QUICK_TEST = 6000, 5000
+QUICK = Protocol("quick protocol", Recipe(3, 32, 2e-3), 1, 3e-4, (4, 8, 16), (2, 4, 8, 16), scratch=study.PAPER)
+QUICK_TRAIN, QUICK_TEST = 3000, 5000
 TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 
 
@@ -59,6 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"T, spike frames per image (default {STEPS})")
     parser.add_argument("--train-images", type=int, help=f"only the first ones (--quick: {QUICK_TRAIN})")
     parser.add_argument("--test-images", type=int, help=f"only the first ones (--quick: {QUICK_TEST})")
+    command.add_rows(parser)
     args = parser.parse_args()
     command.check(parser, args)
     for name in ("steps", "train_images", "test_images"):

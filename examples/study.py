@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from torch import nn
 from training import Data, Recipe, RunError, Workers, fit, predict, write_whole
 
 import sj_tac
-from sj_tac import environment
+from sj_tac import Policy, environment
 from sj_tac.report import total_macs
 
 BASELINE = "baseline"
+PAPER = ("TAC (paper)", "TAC-TP (paper)")
+OURS = ("preserve", "collapse")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Row:
     """One net of the comparison. ``how``: trained from "scratch", "converted", or converted and "fine-tuned"."""
 
     name: str
-    policy: dict[str, Any] | None
+    policy: dict[str, Any] | Policy | None
     k: int
     how: str
 
@@ -63,6 +65,8 @@ class Protocol:
     tune_rate: float
     ks_scratch: tuple[int, ...]
     ks_converted: tuple[int, ...]
+    scratch: tuple[str, ...] = (*PAPER, *OURS)  # names of the rows that are trained from scratch
+    only: tuple[str, ...] = ()  # names of rows; empty for all
 
 
 @dataclass
@@ -87,30 +91,42 @@ def policies(k: int, first: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def all_rows(protocol: Protocol, first: str) -> list[Row]:
-    """The baseline; every way from scratch; every way converted; ours fine-tuned, and the baseline trained on as long."""
+def all_rows(protocol: Protocol, first: str, own: Mapping[str, tuple[Policy, int]] | None = None) -> list[Row]:
+    """The baseline; every way from scratch; every way converted; ours fine-tuned, and the baseline trained on as long.
+
+    ``own`` are policies of the user's, which are converted and fine-tuned.
+    """
     rows = [Row(BASELINE, None, 1, "scratch")]
     for k in protocol.ks_scratch:
-        rows += [Row(name, policy, k, "scratch") for name, policy in policies(k, first).items()]
+        rows += [Row(n, p, k, "scratch") for n, p in policies(k, first).items() if n in protocol.scratch]
     for k in protocol.ks_converted:
         rows += [Row(name, policy, k, "converted") for name, policy in policies(k, first).items()]
+    rows += [Row(name, policy, k, "converted") for name, (policy, k) in (own or {}).items()]
     rows.append(Row(BASELINE, None, 1, "fine-tuned"))
     for k in protocol.ks_converted:
-        rows += [Row(n, p, k, "fine-tuned") for n, p in policies(k, first).items() if n in ("preserve", "collapse")]
-    return rows
+        rows += [Row(n, p, k, "fine-tuned") for n, p in policies(k, first).items() if n in OURS]
+    rows += [Row(name, policy, k, "fine-tuned") for name, (policy, k) in (own or {}).items()]
+    wanted = {BASELINE, *protocol.only, *(own or {})}
+    return [row for row in rows if not protocol.only or row.name in wanted]
 
 
-def _net_of(row: Row, task: Task, source: nn.Module | None, seed: int) -> nn.Module:
+def _fresh(task: Task, workers: Workers) -> nn.Module:
+    net = task.make()
+    # On a CPU convolutions are faster this way round, SpikingJelly's as well as ours.
+    return net.to(memory_format=torch.channels_last) if workers.device.type == "cpu" else net
+
+
+def _net_of(row: Row, task: Task, source: nn.Module | None, seed: int, workers: Workers) -> nn.Module:
     """The row's net before it is trained: from the source's weights, or, from scratch, from the seed's."""
     if row.how == "scratch":
         torch.manual_seed(seed)
-        net = task.make()
+        net = _fresh(task, workers)
     else:
         net = copy.deepcopy(source)
     if row.policy is None:
         return net
     frames, _ = next(task.test.load([torch.arange(1)], [0]))
-    return sj_tac.convert(net.eval(), row.policy, example_input=frames)
+    return sj_tac.convert(net.eval(), row.policy, row.k, example_input=frames)
 
 
 def run_row(
@@ -123,7 +139,9 @@ def run_row(
         tuned = {"epochs": protocol.tune_epochs, "rate": protocol.tune_rate, "seed": seed + 1000, "freeze_norms": True}
         recipe = replace(recipe, **tuned)
     asked = {"recipe": asdict(recipe), "train": len(task.train), "test": len(task.test), "data": task.title}
-    net = _net_of(row, task, source, seed)
+    if isinstance(row.policy, Policy):
+        asked["policy"] = row.policy.model_dump(mode="json")
+    net = _net_of(row, task, source, seed, options.workers)
     path = folder / "result.json"
     if path.exists():
         result = _read_result(path, asked)
@@ -136,7 +154,7 @@ def run_row(
         more = {"save_every": options.save_every, "tensorboard": options.tensorboard}
         seconds = fit(net, task.train, recipe, folder, workers=options.workers, title=title, **more).seconds
     predictions, labels = predict(net, task.test, recipe.batch, seed=seed, workers=options.workers)
-    result = {**{k: v for k, v in asdict(row).items() if k != "policy"}, "seed": seed, "asked": asked}
+    result = {"name": row.name, "k": row.k, "how": row.how, "seed": seed, "asked": asked}
     result |= {"right": int((predictions == labels).sum()), "predictions": predictions.tolist(), "seconds": seconds}
     if row.policy is not None:
         before, after = total_macs(sj_tac.report(net).verdicts)
@@ -158,13 +176,19 @@ def _read_result(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
     return dict(result)
 
 
-def run(tasks: Callable[[int], Task], protocol: Protocol, seeds: list[int], options: Options) -> list[dict[str, Any]]:
+def run(
+    tasks: Callable[[int], Task],
+    protocol: Protocol,
+    seeds: list[int],
+    options: Options,
+    own: Mapping[str, tuple[Policy, int]] | None = None,
+) -> list[dict[str, Any]]:
     """All rows of all seeds; the results, each with its agreement with the baseline's predictions."""
     results = []
     for seed in seeds:
         task = tasks(seed)
         source, truth = None, []
-        for row in all_rows(protocol, task.first):
+        for row in all_rows(protocol, task.first, own):
             result, net = run_row(row, task, protocol, seed, options, source)
             if source is None:
                 source, truth = net.eval(), result["predictions"]
@@ -247,7 +271,7 @@ def finish(
 ) -> dict[str, Any]:
     """Measure times with the first seed's baseline, print the table, write ``results.json`` and ``results.png``."""
     recipe = replace(protocol.recipe, seed=results[0]["seed"])
-    source = task.make()
+    source = _fresh(task, options.workers)
     fit(source, task.train, recipe, options.out / f"seed{results[0]['seed']}" / Row(BASELINE, None, 1, "scratch").folder)
     milliseconds = times(task, protocol, source, rounds)
     content = {
