@@ -23,6 +23,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from sj_tac import dispatch
 
+# For modules of ours that keep state, or have a step mode, as the host's do.
+MemoryModule: Any = base.MemoryModule
+StepModule: Any = base.StepModule
+
 LIBRARY = "spikingjelly.activation_based."
 IS_V2 = hasattr(base.MemoryModule, "materialize_states")
 
