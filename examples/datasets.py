@@ -93,7 +93,7 @@ def read_recordings(path: Path) -> dict[str, np.ndarray]:
         DataError: no such file, no whole ``.npz``, or one whose arrays are not these or do not fit each other.
     """
     try:
-        with np.load(path) as data:
+        with path.open("rb") as file, np.load(file) as data:
             archive = {name: data[name] for name in data.files}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; it should be an .npz of N-MNIST recordings") from None

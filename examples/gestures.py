@@ -157,7 +157,7 @@ def generate(count: int, steps: int, size: int, seed: int, cache: Path | None = 
     path = cache / f"gestures-{count}-{steps}-{size}-{seed}.npz" if cache else None
     if path and path.exists():
         try:
-            with np.load(path) as kept:
+            with path.open("rb") as file, np.load(file) as kept:
                 frames, labels = torch.from_numpy(kept["frames"]), torch.from_numpy(kept["labels"])
         except Exception as error:  # numpy raises anything from EOFError to zipfile.BadZipFile here
             raise DataError(f"{path} is damaged ({error}); delete it and it is generated again") from None

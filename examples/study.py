@@ -126,7 +126,8 @@ def _net_of(row: Row, task: Task, source: nn.Module | None, seed: int, workers: 
     if row.policy is None:
         return net
     frames, _ = next(task.test.load([torch.arange(1)], [0]))
-    return sj_tac.convert(net.eval(), row.policy, row.k, example_input=frames)
+    k = {"k": row.k} if isinstance(row.policy, Policy) else {}  # the others say it themselves
+    return sj_tac.convert(net.eval(), row.policy, example_input=frames, **k)
 
 
 def run_row(

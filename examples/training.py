@@ -155,7 +155,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises anything from EOFError to RuntimeError here
-        raise RunError(f"{path} is no whole checkpoint ({type(error).__name__}: {error}); delete it and run again") from None
+        raise RunError(f"{path} is no whole checkpoint ({type(error).__name__}); delete it and run again") from None
     if not isinstance(loaded, dict):
         raise RunError(f"{path} holds a {type(loaded).__name__}, no checkpoint; delete it and run again")
     return loaded

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "spikingjelly", "numba", "sj_tac")
+PACKAGES = ("spikingjelly", "numba", "sj_tac")
 
 
 def describe() -> dict[str, Any]:
@@ -37,5 +37,6 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
+        "torch": str(torch.__version__),  # unlike its package's version it names the CUDA release
         **versions,
     }
