@@ -57,7 +57,7 @@ def event_conv(frames: Tensor, weight: Tensor) -> Tensor:
     else:
         import cupy
 
-        events = frames.nonzero()
+        events = frames.nonzero().contiguous()  # it comes column by column
         kernel = cupy.RawKernel(SOURCE, "event_conv")
         pointers = [value.data_ptr() for value in (events, rows, out)]
         sizes = [np.int32(value) for value in (channels, len(weight), height, width)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import sj_tac
 from benchmarks import measure, nets
 
+KS = (1, 2, 4, 8, 16)
 EAGER, FOLDED, COMPILED = "SpikingJelly eager", "SpikingJelly BN folded", "SpikingJelly BN folded, torch.compile"
 
 
@@ -26,7 +27,7 @@ def configurations(net: nn.Module, x: Tensor, compiled: bool) -> dict[str, nn.Mo
         if compiled:
             found[COMPILED + suffix] = torch.compile(conv_bn_fusion.fuse_conv_bn_eval_modules(source))
     for policy, suffix in (("preserve", ""), ("preserve", measure.LAST), ("collapse", "")):
-        for k in (1, 2, 4, 8):
+        for k in KS:
             if k > x.shape[0] or (policy == "collapse" and k == 1):
                 continue
             if sj_tac.plan(net, policy, k, example_input=x[:, :1]).converted:
@@ -47,7 +48,7 @@ def main() -> None:
 
         found = configurations(net, x, options.compile)
         runs = {label: lambda module=module: timed(module) for label, module in found.items()}
-        runs |= measure.floors(net, x, (1, 2, 4, 8))
+        runs |= measure.floors(net, x, KS)
         seconds = measure.interleaved(runs, options.rounds, name)
         memory = {label: {"peak MB": measure.peak_megabytes(run)} for label, run in runs.items()}
         return x, measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], memory)

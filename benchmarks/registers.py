@@ -45,9 +45,14 @@ def nvrtc_version() -> str:
 
 def compile_for(program: cuda.Program, architecture: int) -> Compiled:
     """A program as a GPU of this architecture gets it, down to machine code."""
+    return compile_source(program.source(), architecture)
+
+
+def compile_source(source: str, architecture: int) -> Compiled:
+    """CUDA source for one architecture, down to machine code."""
     from cuda.bindings import nvrtc
 
-    _, handle = nvrtc.nvrtcCreateProgram(program.source().encode(), b"sj_tac.cu", 0, [], [])
+    _, handle = nvrtc.nvrtcCreateProgram(source.encode(), b"sj_tac.cu", 0, [], [])
     flags = [*cuda.OPTIONS, f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
     (status,) = nvrtc.nvrtcCompileProgram(handle, len(flags), [flag.encode() for flag in flags])
     _, size = nvrtc.nvrtcGetProgramLogSize(handle)

@@ -34,7 +34,7 @@ RECIPES = {
     "paper": Protocol("the paper's net", Recipe(64, 16, loss="count"), 2, 1e-4, (2,), KS),
     "spikingjelly": Protocol("SpikingJelly's recipe", Recipe(64, 16, loss="rate"), 2, 1e-4, (2,), KS),
 }
-QUICK = Protocol("quick protocol", Recipe(12, 16, 2e-3, "rate"), 4, 1e-3, (2, 4, 8, 16), KS)
+QUICK = Protocol("quick protocol", Recipe(20, 16, 2e-3, "rate"), 4, 1e-3, (2, 8), KS)
 SIZES = {"paper": 64, "spikingjelly": 128}
 
 

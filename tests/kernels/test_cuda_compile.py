@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from benchmarks import registers
+from benchmarks import event_conv, registers
 from sj_tac.kernels import cuda_program as cuda
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings to compile with")
@@ -48,6 +48,13 @@ def test_every_source_compiles(architecture):
         assert found.registers > 0
         seen.add(program.files)
     assert seen == set(cuda.FILES)
+
+
+@pytest.mark.parametrize("architecture", registers.ARCHITECTURES)
+def test_the_kernel_of_the_sparsity_benchmark_compiles(architecture):
+    found = registers.compile_source(event_conv.SOURCE, architecture)
+    assert found.ok, found.log
+    assert not found.warnings, found.log
 
 
 def test_main_specialisations_keep_their_state_in_registers():

@@ -1,0 +1,95 @@
+"""The tables of docs/results.md, made from what benchmarks/results holds: python -m benchmarks.results_page
+
+Between ``<!-- table NAME: FILE -->`` and ``<!-- end -->`` everything is generated; the words around it are not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import RESULTS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+BLOCK = re.compile(r"<!-- table (\w+): ([\w.-]+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
+SEPARATE = "T separate calls (the paper's baseline)"
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _where(machine: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "spikingjelly", "numba", "sj_tac"))
+    return f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {versions}, {machine['date']}"
+
+
+def study(content: dict[str, Any]) -> str:
+    """Accuracy of every row, as the study's scripts leave it in results.json."""
+    protocol, recipe = content["protocol"], content["protocol"]["recipe"]
+    rows = []
+    for e in content["rows"]:
+        spread = f" ± {e['spread']:.2f}" if e["spread"] is not None else ""
+        saved = f"{e['macs_before'] / e['macs']:.1f}x fewer" if e["macs"] else ""
+        seconds = f"{e['train_seconds']:.0f}" if e["train_seconds"] else ""
+        speed = f"{e['speed_up']:.1f}x" if e["speed_up"] and e["macs"] else ""
+        name = f"{e['name']} k={e['k']}" if e["macs"] else e["name"]
+        rows.append(
+            [name, e["how"], f"{e['accuracy']:.2f}{spread}", f"{e['to_baseline']:+.2f}", f"{e['agreement']:.1f}", saved,
+             seconds, speed]
+        )  # fmt: skip
+    head = ["net", "", "accuracy %", "to baseline", "agreement %", "convolutions", "training s", "inference"]
+    about = (
+        f"{content['title']}, {protocol['name']}: {content['train']} training and {content['test']} test samples, "
+        f"{recipe['epochs']} epochs in batches of {recipe['batch']}, Adam {recipe['rate']:g}; fine-tuning: "
+        f"{protocol['tune_epochs']} more at {protocol['tune_rate']:g}. Mean ± standard deviation over seeds "
+        f"{', '.join(map(str, content['seeds']))}. {_where(content['machine'])}.\n\n"
+    )
+    return about + _rows(head, rows)
+
+
+def speed(content: dict[str, Any]) -> str:
+    """The inference benchmark's rows against T separate calls, and against the best SpikingJelly configuration."""
+    text = f"{_where(content['machine'])}; medians of {content['rounds']} interleaved rounds.\n"
+    for net, rows in content["results"].items():
+        base = next(r["ms"] for r in rows if r["name"] == SEPARATE)
+        kept = [r for r in rows if not r["name"].startswith("bare")]
+        cells = [[r["name"], f"{r['ms']:.1f}", f"{base / r['ms']:.1f}x", f"{r['to_best']:.2f}x"] for r in kept]
+        head = [net, "ms", "to T separate calls", "to the best SpikingJelly"]
+        text += "\n" + _rows(head, cells)
+    return text
+
+
+def sparsity(content: dict[str, Any]) -> str:
+    """Milliseconds of every way at every firing rate, with the ratio to the dense convolution."""
+    results = content["milliseconds"]
+    rows = []
+    for name in next(iter(results.values())):
+        cells = [f"{r[name]:.1f} ({r['dense convolution'] / r[name]:.2f}x)" for r in results.values()]
+        rows.append([name, *cells])
+    head = ["ms (against dense)", *(f"rate {rate}" for rate in results)]
+    about = f"Input {content['input']}, 64 output channels, 3 x 3; medians of {content['rounds']} interleaved rounds. "
+    return about + _where(content["machine"]) + ".\n\n" + _rows(head, rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"study": study, "speed": speed, "sparsity": sparsity}
+
+
+def generated(page: str) -> str:
+    """The page with every table made anew."""
+
+    def block(found: re.Match[str]) -> str:
+        kind, file = found[1], found[2]
+        content = json.loads((RESULTS / file).read_text())
+        return f"<!-- table {kind}: {file} -->\n{TABLES[kind](content)}<!-- end -->\n"
+
+    return BLOCK.sub(block, page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(generated(PAGE.read_text()))
+    print(f"Written: {PAGE}")
