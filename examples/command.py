@@ -41,6 +41,7 @@ def parser(description: str, out: str) -> argparse.ArgumentParser:
 def add_rows(made: argparse.ArgumentParser) -> None:
     names = [study.BASELINE, *study.policies(2, "")]
     made.add_argument("--rows", nargs="+", choices=names, help="only these rows of the table; the baseline always is one")
+    made.add_argument("--operators", nargs="+", choices=study.OTHERS, help="the paper's other operators, from scratch, too")
 
 
 def own_policy(args: argparse.Namespace) -> dict[str, tuple[Policy, int]]:
@@ -60,7 +61,8 @@ def adjusted(protocol: study.Protocol, args: argparse.Namespace) -> study.Protoc
         tune_epochs=tune,
         ks_scratch=ks or protocol.ks_scratch,
         ks_converted=ks or protocol.ks_converted,
-        only=tuple(args.rows) if getattr(args, "rows", None) else protocol.only,
+        only=tuple(args.rows) if args.rows else protocol.only,
+        operators=tuple(args.operators) if args.operators else protocol.operators,
     )
     return made if made == protocol else replace(made, name=f"{protocol.name}, changed")
 

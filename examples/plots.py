@@ -23,7 +23,7 @@ def draw(content: dict[str, Any], path: Path) -> bool:
     for entry in content["rows"]:
         lines.setdefault((entry["name"], entry["how"]), []).append(entry)
     base = lines.pop(("baseline", "scratch"))[0]
-    lines.pop(("baseline", "fine-tuned"), None)
+    lines = {key: entries for key, entries in lines.items() if entries[0]["macs"]}
     for axis in (accuracy, pareto):
         axis.axhline(base["accuracy"], color="#8c8c8c", linewidth=1, label="baseline")
     for (name, how), entries in lines.items():

@@ -31,8 +31,10 @@ TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 
 def download(folder: Path, dataset: str, split: str) -> tuple[Tensor, Tensor]:
     """By torchvision: images [N, 28, 28] in 0..1 and labels [N]. Raises DataError where they cannot be had."""
-    from torchvision.datasets import MNIST, FashionMNIST
-
+    try:
+        from torchvision.datasets import MNIST, FashionMNIST
+    except ImportError:
+        raise datasets.DataError("--download needs torchvision: pip install torchvision, or give --data FOLDER") from None
     kind = {"mnist": MNIST, "fashion-mnist": FashionMNIST}[dataset]
     try:
         found = kind(str(folder), train=split == "train", download=True)

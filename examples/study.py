@@ -19,15 +19,16 @@ from rich.table import Table
 from spikingjelly.activation_based import functional
 from timing import SOURCE, host_configurations, in_turns
 from torch import nn
-from training import Data, Recipe, RunError, Workers, fit, predict, write_whole
+from training import LOSSES, Data, Loss, Recipe, RunError, Workers, fit, predict, write_whole
 
 import sj_tac
-from sj_tac import Policy, environment
+from sj_tac import Policy, environment, experimental
 from sj_tac.report import total_macs
 
 BASELINE = "baseline"
 PAPER = ("TAC (paper)", "TAC-TP (paper)")
 OURS = ("preserve", "collapse")
+OTHERS = ("FTC", "IMC", "TCC")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Protocol:
     ks_converted: tuple[int, ...]
     scratch: tuple[str, ...] = (*PAPER, *OURS)  # names of the rows that are trained from scratch
     only: tuple[str, ...] = ()  # names of rows; empty for all
+    operators: tuple[str, ...] = ()  # of the paper's other operators, those that are trained from scratch, too
 
 
 @dataclass
@@ -97,6 +99,7 @@ def all_rows(protocol: Protocol, first: str, own: Mapping[str, tuple[Policy, int
     ``own`` are policies of the user's, which are converted and fine-tuned.
     """
     rows = [Row(BASELINE, None, 1, "scratch")]
+    rows += [Row(name, None, 1, "scratch") for name in protocol.operators]
     for k in protocol.ks_scratch:
         rows += [Row(n, p, k, "scratch") for n, p in policies(k, first).items() if n in protocol.scratch]
     for k in protocol.ks_converted:
@@ -106,7 +109,7 @@ def all_rows(protocol: Protocol, first: str, own: Mapping[str, tuple[Policy, int
     for k in protocol.ks_converted:
         rows += [Row(n, p, k, "fine-tuned") for n, p in policies(k, first).items() if n in OURS]
     rows += [Row(name, policy, k, "fine-tuned") for name, (policy, k) in (own or {}).items()]
-    wanted = {BASELINE, *protocol.only, *(own or {})}
+    wanted = {BASELINE, *protocol.only, *protocol.operators, *(own or {})}
     return [row for row in rows if not protocol.only or row.name in wanted]
 
 
@@ -123,9 +126,11 @@ def _net_of(row: Row, task: Task, source: nn.Module | None, seed: int, workers: 
         net = _fresh(task, workers)
     else:
         net = copy.deepcopy(source)
+    frames, _ = next(task.test.load([torch.arange(1)], [0]))
+    if row.name in OTHERS:
+        return experimental.replace(net.eval(), row.name, frames)
     if row.policy is None:
         return net
-    frames, _ = next(task.test.load([torch.arange(1)], [0]))
     k = {"k": row.k} if isinstance(row.policy, Policy) else {}  # the others say it themselves
     return sj_tac.convert(net.eval(), row.policy, example_input=frames, **k)
 
@@ -152,7 +157,9 @@ def run_row(
     seconds = 0.0
     if row.how != "converted":
         title = f"{task.title}, seed {seed}: {row.name} k={row.k}, {row.how}"
-        more = {"save_every": options.save_every, "tensorboard": options.tensorboard}
+        more: dict[str, Any] = {"save_every": options.save_every, "tensorboard": options.tensorboard}
+        if row.name == "IMC":
+            more["loss"] = _informed(LOSSES[recipe.loss], net)
         seconds = fit(net, task.train, recipe, folder, workers=options.workers, title=title, **more).seconds
     predictions, labels = predict(net, task.test, recipe.batch, seed=seed, workers=options.workers)
     result = {"name": row.name, "k": row.k, "how": row.how, "seed": seed, "asked": asked}
@@ -164,6 +171,10 @@ def run_row(
         write_whole(path, lambda temporary: temporary.write_text(json.dumps(result)))
     options.workers.wait()
     return result, net
+
+
+def _informed(loss: Loss, net: nn.Module) -> Loss:
+    return lambda out, labels, frames: loss(out, labels, frames) + experimental.information_loss(net)
 
 
 def _read_result(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +222,8 @@ def times(task: Task, protocol: Protocol, source: nn.Module, rounds: int) -> dic
     count = min(len(task.test), protocol.recipe.batch)
     frames, _ = next(task.test.load([torch.arange(count)], [0]))
     nets = dict(host_configurations(source.cpu().eval()))
+    for name in protocol.operators:
+        nets[f"{name} k=1"] = experimental.replace(source, name, frames[:, :1])
     for k in protocol.ks_converted:
         for name, policy in policies(k, task.first).items():
             nets[f"{name} k={k}"] = sj_tac.convert(source, policy, example_input=frames[:, :1])

@@ -47,8 +47,8 @@ class RunError(Exception):
 class Recipe:
     """What a run's result depends on, besides net and data.
 
-    ``loss`` is a key of LOSSES; ``rate`` Adam's learning rate, lowered to 0 by a cosine over all steps. ``freeze_norms``
-    keeps BatchNorm on its running statistics, which is how a pretrained net is fine-tuned.
+    ``loss`` is a key of LOSSES; ``rate`` Adam's (largest) learning rate, lowered to 0 by a cosine over all steps, or raised
+    and lowered by "onecycle". ``freeze_norms`` keeps BatchNorm on its running statistics, as fine-tuning wants it.
     """
 
     epochs: int
@@ -59,6 +59,7 @@ class Recipe:
     amp: bool = False
     decay: float = 0.0
     freeze_norms: bool = False
+    schedule: str = "cosine"
 
 
 @dataclass
@@ -178,7 +179,11 @@ class _Run:
     def __init__(self, net: nn.Module, recipe: Recipe, folder: Path | None, workers: Workers, per_epoch: int) -> None:
         self.net, self.recipe, self.folder, self.workers = net, recipe, folder, workers
         self.optimizer = torch.optim.Adam(net.parameters(), recipe.rate, weight_decay=recipe.decay)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, max(1, recipe.epochs * per_epoch))
+        steps = max(1, recipe.epochs * per_epoch)
+        self.schedule = {
+            "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps),
+            "onecycle": lambda: torch.optim.lr_scheduler.OneCycleLR(self.optimizer, recipe.rate, total_steps=steps),
+        }[recipe.schedule]()
         half = torch.float16 if workers.device.type == "cuda" and not torch.cuda.is_bf16_supported() else torch.bfloat16
         self.cast = torch.autocast(workers.device.type, half, enabled=recipe.amp)
         self.scaler = torch.amp.GradScaler(workers.device.type, enabled=recipe.amp and half == torch.float16)

@@ -145,7 +145,9 @@ def test_training_scripts_run_on_a_little_of_the_real_data(tmp_path, monkeypatch
     again, labels = datasets.event_frames(few, 4)
     assert torch.equal(again, datasets.event_frames(archive, 4)[0][:, :40])
     assert again.sum() == few["offsets"][-1]
-    monkeypatch.setattr(sys, "argv", ["train.py", "events", "--data", str(tmp_path / "few.npz"), "--epochs", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "events", "--data", str(tmp_path / "few.npz"), "--epochs", "1", "--out", str(tmp_path)]
+    )
     train.main()
     nets.EventNet().load_state_dict(torch.load(tmp_path / "checkpoints" / "events.pt", weights_only=True))
 
@@ -153,7 +155,9 @@ def test_training_scripts_run_on_a_little_of_the_real_data(tmp_path, monkeypatch
     for split in ("train", "t10k"):
         write_idx(tmp_path / f"{split}-images-idx3-ubyte.gz", (images[:60] * 255).byte().numpy())
         write_idx(tmp_path / f"{split}-labels-idx1-ubyte.gz", labels[:60].byte().numpy())
-    monkeypatch.setattr(sys, "argv", ["train.py", "digits", "--data", str(tmp_path), "--epochs", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "digits", "--data", str(tmp_path), "--epochs", "1", "--out", str(tmp_path)]
+    )
     train.main()
     nets.DigitNet().load_state_dict(torch.load(tmp_path / "checkpoints" / "digits.pt", weights_only=True))
 

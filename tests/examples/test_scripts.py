@@ -123,11 +123,13 @@ def test_gestures_with_a_policy_of_ones_own(tmp_path, monkeypatch):
     policy = tmp_path / "mine.yaml"
     policy.write_text("version: 1\ndefault: {mode: preserve}\nrules:\n  - {match: features.0, mode: keep}\n")
     sizes = ("--synthetic", "--train-samples", 22, "--test-samples", 22, "--size", 16, "--steps", 4)
-    call(monkeypatch, dvs_gesture, *sizes, "--policy", policy, "--out", tmp_path / "run", "--rows", "preserve", *SMALL)
+    rows = ("--rows", "preserve", "--operators", "FTC", "IMC", "TCC")
+    call(monkeypatch, dvs_gesture, *sizes, "--policy", policy, "--out", tmp_path / "run", *rows, *SMALL)
     content = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = [(r["name"], r["how"]) for r in content["rows"]]
     assert rows == [
-        ("baseline", "scratch"), ("preserve", "scratch"), ("preserve", "converted"), ("policy mine.yaml", "converted"),
+        ("baseline", "scratch"), ("FTC", "scratch"), ("IMC", "scratch"), ("TCC", "scratch"),
+        ("preserve", "scratch"), ("preserve", "converted"), ("policy mine.yaml", "converted"),
         ("baseline", "fine-tuned"), ("preserve", "fine-tuned"), ("policy mine.yaml", "fine-tuned"),
     ]  # fmt: skip
     assert content["title"] == "generated gestures"
