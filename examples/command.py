@@ -35,13 +35,12 @@ def parser(description: str, out: str) -> argparse.ArgumentParser:
     made.add_argument("--threads", type=int, help="CPU threads of torch")
     made.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints (default 60)")
     made.add_argument("--tensorboard", action="store_true", help="also write TensorBoard event files")
-    return made
-
-
-def add_rows(made: argparse.ArgumentParser) -> None:
     names = [study.BASELINE, *study.policies(2, "")]
     made.add_argument("--rows", nargs="+", choices=names, help="only these rows of the table; the baseline always is one")
     made.add_argument("--operators", nargs="+", choices=study.OTHERS, help="the paper's other operators, from scratch, too")
+    made.add_argument("--policy", type=Path, help="a policy file of your own, as rows of its own")
+    made.add_argument("--k", type=int, default=2, help="frames per convolution where --policy does not say (default 2)")
+    return made
 
 
 def own_policy(args: argparse.Namespace) -> dict[str, tuple[Policy, int]]:
@@ -72,18 +71,20 @@ def options(args: argparse.Namespace, workers: Workers) -> study.Options:
     return study.Options(args.out, workers, args.save_every, args.tensorboard, console)
 
 
-def check(made: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Numbers that can mean nothing end here, before anything is read."""
-    for name in ("epochs", "batch", "rounds", "threads", "tune_epochs"):
+def parsed(made: argparse.ArgumentParser, **least: int) -> argparse.Namespace:
+    """The command line. Numbers that can mean nothing end here, before anything is read; ``least`` names more of them."""
+    args = made.parse_args()
+    for name, low in {"epochs": 1, "batch": 1, "rounds": 1, "threads": 1, "tune_epochs": 1, "k": 1, **least}.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            made.error(f"--{name.replace('_', '-')} {value}: at least 1")
+        if value is not None and value < low:
+            made.error(f"--{name.replace('_', '-')} {value}: at least {low}")
     if args.rate is not None and not 0 < args.rate < float("inf"):
         made.error(f"--rate {args.rate}: a positive number")
     if args.ks and min(args.ks) < 2:
         made.error(f"--ks {min(args.ks)}: at least 2 frames per convolution; k=1 is the baseline")
     if args.threads:
         torch.set_num_threads(args.threads)
+    return args
 
 
 def run(main: Callable[[], None]) -> None:

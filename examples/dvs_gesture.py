@@ -59,15 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--train-samples", type=int, default=1100, help="of the generated gestures (default 1100)")
     parser.add_argument("--test-samples", type=int, default=550, help="of the generated gestures (default 550)")
     parser.add_argument("--workers", type=int, default=0, help="processes that read --data (default 0)")
-    parser.add_argument("--policy", type=Path, help="a policy file of your own, as rows of its own")
-    parser.add_argument("--k", type=int, default=2, help="frames per convolution where --policy does not say (default 2)")
-    command.add_rows(parser)
-    args = parser.parse_args()
-    command.check(parser, args)
-    for name, low in (("steps", 1), ("train_samples", 11), ("test_samples", 11), ("workers", 0), ("k", 1)):
-        if getattr(args, name) < low:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least {low}")
-    return args
+    return command.parsed(parser, steps=1, train_samples=11, test_samples=11, workers=0)
 
 
 def task_of(args: argparse.Namespace) -> Task:
@@ -107,7 +99,7 @@ def main() -> None:
     task = task_of(args)
     results = study.run(lambda seed: task, protocol, args.seeds, options, own)
     if workers.rank == 0:
-        study.finish("gestures" if args.synthetic else "dvs128", task, protocol, results, options, args.rounds)
+        study.finish("gestures" if args.synthetic else "dvs128", task, protocol, results, options, args.rounds, own)
     workers.leave()
 
 

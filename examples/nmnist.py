@@ -45,15 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder or .npz (default: the shipped 100 recordings)")
     parser.add_argument("--hold-out", type=int, help="test recordings drawn for each seed (default: the official split)")
     parser.add_argument("--steps", type=int, default=32, help="T, frames per recording (default 32)")
-    parser.add_argument("--policy", type=Path, help="a policy file of your own, as rows of its own")
-    parser.add_argument("--k", type=int, default=2, help="frames per convolution where --policy does not say (default 2)")
-    command.add_rows(parser)
-    args = parser.parse_args()
-    command.check(parser, args)
-    for name in ("steps", "hold_out", "k"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    return args
+    return command.parsed(parser, steps=1, hold_out=1)
 
 
 def main() -> None:
@@ -79,7 +71,7 @@ def main() -> None:
 
     results = study.run(task, protocol, args.seeds, options, command.own_policy(args))
     if workers.rank == 0:
-        study.finish("nmnist", task(args.seeds[0]), protocol, results, options, args.rounds)
+        study.finish("nmnist", task(args.seeds[0]), protocol, results, options, args.rounds, command.own_policy(args))
     workers.leave()
 
 

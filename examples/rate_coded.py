@@ -61,13 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"T, spike frames per image (default {STEPS})")
     parser.add_argument("--train-images", type=int, help=f"only the first ones (--quick: {QUICK_TRAIN})")
     parser.add_argument("--test-images", type=int, help=f"only the first ones (--quick: {QUICK_TEST})")
-    command.add_rows(parser)
-    args = parser.parse_args()
-    command.check(parser, args)
-    for name in ("steps", "train_images", "test_images"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    return args
+    return command.parsed(parser, steps=1, train_images=1, test_images=1)
 
 
 def main() -> None:
@@ -78,9 +72,9 @@ def main() -> None:
     test = load(args, "t10k", args.test_images or (QUICK_TEST if args.quick else None))
     task = Task(TITLES[args.dataset], nets.PaperImageNet, train, test)
     options = command.options(args, workers)
-    results = study.run(lambda seed: task, protocol, args.seeds, options)
+    results = study.run(lambda seed: task, protocol, args.seeds, options, command.own_policy(args))
     if workers.rank == 0:
-        study.finish(args.dataset, task, protocol, results, options, args.rounds)
+        study.finish(args.dataset, task, protocol, results, options, args.rounds, command.own_policy(args))
     workers.leave()
 
 

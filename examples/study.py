@@ -25,6 +25,8 @@ import sj_tac
 from sj_tac import Policy, environment, experimental
 from sj_tac.report import total_macs
 
+# Policies of the user's, each with the k where it does not say one.
+Own = Mapping[str, tuple[Policy, int]]
 BASELINE = "baseline"
 PAPER = ("TAC (paper)", "TAC-TP (paper)")
 OURS = ("preserve", "collapse")
@@ -93,7 +95,7 @@ def policies(k: int, first: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def all_rows(protocol: Protocol, first: str, own: Mapping[str, tuple[Policy, int]] | None = None) -> list[Row]:
+def all_rows(protocol: Protocol, first: str, own: Own | None = None) -> list[Row]:
     """The baseline; every way from scratch; every way converted; ours fine-tuned, and the baseline trained on as long.
 
     ``own`` are policies of the user's, which are converted and fine-tuned.
@@ -193,7 +195,7 @@ def run(
     protocol: Protocol,
     seeds: list[int],
     options: Options,
-    own: Mapping[str, tuple[Policy, int]] | None = None,
+    own: Own | None = None,
 ) -> list[dict[str, Any]]:
     """All rows of all seeds; the results, each with its agreement with the baseline's predictions."""
     results = []
@@ -217,20 +219,26 @@ def run(
 
 
 @torch.no_grad()
-def times(task: Task, protocol: Protocol, source: nn.Module, rounds: int) -> dict[str, float]:
+def times(
+    task: Task, protocol: Protocol, source: nn.Module, rounds: int, device: torch.device, own: Own | None = None
+) -> dict[str, float]:
     """Median milliseconds of one test batch: SpikingJelly's configurations and every policy, taken in turns."""
     count = min(len(task.test), protocol.recipe.batch)
-    frames, _ = next(task.test.load([torch.arange(count)], [0]))
-    nets = dict(host_configurations(source.cpu().eval()))
+    frames = next(task.test.load([torch.arange(count)], [0]))[0].to(device)
+    nets = dict(host_configurations(source.to(device).eval()))
     for name in protocol.operators:
         nets[f"{name} k=1"] = experimental.replace(source, name, frames[:, :1])
     for k in protocol.ks_converted:
         for name, policy in policies(k, task.first).items():
             nets[f"{name} k={k}"] = sj_tac.convert(source, policy, example_input=frames[:, :1])
+    for name, (mine, k) in (own or {}).items():
+        nets[f"{name} k={k}"] = sj_tac.convert(source, mine, k, example_input=frames[:, :1])
 
     def once(net: nn.Module) -> None:
         functional.reset_net(net)
         net(frames)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     runs = {name: lambda net=net: once(net) for name, net in nets.items()}
     in_turns(runs, 1)
@@ -281,13 +289,19 @@ def table(title: str, entries: list[dict[str, Any]]) -> Table:
 
 
 def finish(
-    key: str, task: Task, protocol: Protocol, results: list[dict[str, Any]], options: Options, rounds: int
+    key: str,
+    task: Task,
+    protocol: Protocol,
+    results: list[dict[str, Any]],
+    options: Options,
+    rounds: int,
+    own: Own | None = None,
 ) -> dict[str, Any]:
     """Measure times with the first seed's baseline, print the table, write ``results.json`` and ``results.png``."""
     recipe = replace(protocol.recipe, seed=results[0]["seed"])
     source = _fresh(task, options.workers)
     fit(source, task.train, recipe, options.out / f"seed{results[0]['seed']}" / Row(BASELINE, None, 1, "scratch").folder)
-    milliseconds = times(task, protocol, source, rounds)
+    milliseconds = times(task, protocol, source, rounds, options.workers.device, own)
     content = {
         "key": key, "title": task.title, "protocol": asdict(protocol), "machine": environment.describe(),
         "train": len(task.train), "test": len(task.test), "seeds": sorted({r["seed"] for r in results}),
