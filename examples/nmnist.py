@@ -4,8 +4,8 @@
     python examples/nmnist.py --data FOLDER_OR_NPZ --quick --hold-out 300 --seeds 0 1 2
 
 --data takes a folder that holds N-MNIST's Train/ and Test/ (tonic downloads it where nothing is there), or an .npz of
-recordings (datasets.read_recordings). --hold-out N draws N test recordings anew for every seed, each class in proportion,
-instead of the official split. A kill costs at most --save-every seconds: the same command goes on.
+recordings (datasets.read_recordings). --hold-out N draws about N test recordings anew for every seed, each class in
+proportion, instead of the official split. A kill costs at most --save-every seconds: the same command goes on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def recordings(path: Path | None, steps: int) -> tuple[Tensor, Tensor, Tensor]:
 def arguments() -> argparse.Namespace:
     parser = command.parser(__doc__ or "", "runs/nmnist")
     parser.add_argument("--data", type=Path, help="folder or .npz (default: the shipped 100 recordings)")
-    parser.add_argument("--hold-out", type=int, help="test recordings drawn for each seed (default: the official split)")
+    parser.add_argument(
+        "--hold-out", type=int, help="about so many test recordings, drawn for each seed (default: the official split)"
+    )
     parser.add_argument("--steps", type=int, default=32, help="T, frames per recording (default 32)")
     return command.parsed(parser, steps=1, hold_out=1)
 

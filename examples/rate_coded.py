@@ -12,6 +12,7 @@ with a cosine, 15 epochs, cross-entropy on the spike count.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import command
@@ -59,6 +60,7 @@ def arguments() -> argparse.Namespace:
     source.add_argument("--download", type=Path, help="folder that torchvision downloads to")
     parser.add_argument("--dataset", choices=list(TITLES), default="mnist", help="what --data holds, or --download fetches")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"T, spike frames per image (default {STEPS})")
+    parser.add_argument("--decay-input", action="store_true", help="neurons with SpikingJelly's input gain, 1/tau, not 1")
     parser.add_argument("--train-images", type=int, help=f"only the first ones (--quick: {QUICK_TRAIN})")
     parser.add_argument("--test-images", type=int, help=f"only the first ones (--quick: {QUICK_TEST})")
     return command.parsed(parser, steps=1, train_images=1, test_images=1)
@@ -70,7 +72,8 @@ def main() -> None:
     protocol = command.adjusted(QUICK if args.quick else PAPER, args)
     train = load(args, "train", args.train_images or (QUICK_TRAIN if args.quick else None))
     test = load(args, "t10k", args.test_images or (QUICK_TEST if args.quick else None))
-    task = Task(TITLES[args.dataset], nets.PaperImageNet, train, test)
+    title = TITLES[args.dataset] + (", decay_input" if args.decay_input else "")
+    task = Task(title, partial(nets.PaperImageNet, decay_input=args.decay_input), train, test)
     options = command.options(args, workers)
     results = study.run(lambda seed: task, protocol, args.seeds, options, command.own_policy(args))
     if workers.rank == 0:

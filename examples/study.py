@@ -85,8 +85,11 @@ class Options:
 
 
 def policies(k: int, first: str) -> dict[str, dict[str, Any]]:
-    """The ways of aggregation, at k. The paper's collapse makes T/k frames once, at ``first``; all layers run on those."""
-    once = {"match": first, "mode": "collapse", "k": k, "spikes": "binary", "normalize": False}
+    """The ways of aggregation, at k. The paper's collapse makes T/k frames once, at ``first``; all layers run on those.
+
+    Its spike count is over T/k frames, too: repeated k times, counts are logits so large that they teach little.
+    """
+    once = {"match": first, "mode": "collapse", "k": k, "spikes": "binary", "normalize": False, "emit": "groups"}
     return {
         "TAC (paper)": {"default": {"mode": "preserve", "k": 1}, "rules": [once]},
         "TAC-TP (paper)": {"default": {"mode": "preserve", "k": k, "normalize": False}},
