@@ -131,7 +131,7 @@ def _net_of(row: Row, task: Task, source: nn.Module | None, seed: int, workers: 
         net = _fresh(task, workers)
     else:
         net = copy.deepcopy(source)
-    frames, _ = next(task.test.load([torch.arange(1)], [0]))
+    frames = next(task.test.load([torch.arange(1)], [0]))[0].to(next(net.parameters()).device)
     if row.name in OTHERS:
         return experimental.replace(net.eval(), row.name, frames)
     if row.policy is None:
@@ -149,9 +149,9 @@ def run_row(
     if row.how == "fine-tuned":
         tuned = {"epochs": protocol.tune_epochs, "rate": protocol.tune_rate, "seed": seed + 1000, "freeze_norms": True}
         recipe = replace(recipe, **tuned)
-    asked = {"recipe": asdict(recipe), "train": len(task.train), "test": len(task.test), "data": task.title}
-    if isinstance(row.policy, Policy):
-        asked["policy"] = row.policy.model_dump(mode="json")
+    policy = row.policy.model_dump(mode="json") if isinstance(row.policy, Policy) else row.policy
+    sizes = {"train": len(task.train), "test": len(task.test)}
+    asked = {"data": task.title, **sizes, "recipe": asdict(recipe), "policy": policy}
     net = _net_of(row, task, source, seed, options.workers)
     path = folder / "result.json"
     if path.exists():
