@@ -103,10 +103,13 @@ class _LearningNorm(nn.modules.batchnorm._BatchNorm):
         return super().train(mode and not self._tac.frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self._tac.moved = self._tac.moved or self._tac.aggregated
+        self._note_learning()
         result: Tensor = super().forward(x)
         return result
+
+    def _note_learning(self) -> None:
+        if self.training:
+            self._tac.moved = self._tac.moved or self._tac.aggregated
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -146,6 +149,7 @@ class _PlacedNorm(_LearningNorm):
             and x.dtype in (torch.float32, torch.float64)
             and not torch.is_autocast_enabled(x.device.type)
         ):
+            self._note_learning()
             return weighted_batch_norm(self, x, lengths)
         return reference.first(super().forward(reference.repeat(x, lengths)), lengths)
 

@@ -25,6 +25,8 @@ def statistics(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 class _WeightedBatchNorm(torch.autograd.Function):
+    """On drives [G * N, C, ...]: a view that a Function returned could not be added to in place, as residual nets do."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, lengths: Sequence[int],
@@ -32,25 +34,26 @@ class _WeightedBatchNorm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, var)
         ctx.lengths, ctx.eps = lengths, eps
-        return torch.batch_norm(x.flatten(0, 1), weight, bias, mean, var, False, 0.0, eps, False).view_as(x)
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
-        flat = (grad.flatten(0, 1), x.flatten(0, 1))
         given, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            *flat, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+            grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
         )
         # What is left is the statistics' own part: grad_x -= q_g * scale * (sum grad + x_hat * sum(grad * x_hat)).
         invstd = torch.rsqrt(var + ctx.eps)
         scale = invstd if weight is None else invstd * weight
-        count = sum(ctx.lengths) * x[0, :, 0].numel()
+        groups = len(ctx.lengths)
+        count = sum(ctx.lengths) * (x.numel() // groups // x.shape[1])
         share = constant([n / count for n in ctx.lengths], x.dtype, x.device).unsqueeze(1)
         slope = share * (scale * invstd * by_weight)
         offset = share * (scale * by_bias) - slope * mean
-        shape = [len(ctx.lengths), 1, -1, *[1] * (x.dim() - 3)]
-        through = given.view_as(x).addcmul_(x, slope.view(shape), value=-1).sub_(offset.view(shape))
+        shape = [groups, 1, -1, *[1] * (x.dim() - 2)]
+        drives = given.unflatten(0, (groups, -1)), x.unflatten(0, (groups, -1))
+        through = drives[0].addcmul_(drives[1], slope.view(shape), value=-1).sub_(offset.view(shape)).flatten(0, 1)
         needs = ctx.needs_input_grad
         return through, by_weight if needs[1] else None, by_bias if needs[2] else None, None, None, None, None
 
@@ -68,5 +71,5 @@ def weighted_batch_norm(norm: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
             count = sum(lengths) * x[0, :, 0].numel()
             norm.running_mean.lerp_(mean, rate)
             norm.running_var.lerp_(var * (count / (count - 1)), rate)
-    result: Tensor = _WeightedBatchNorm.apply(x, norm.weight, norm.bias, mean, var, tuple(lengths), norm.eps)
-    return result
+    flat: Tensor = _WeightedBatchNorm.apply(x.flatten(0, 1), norm.weight, norm.bias, mean, var, tuple(lengths), norm.eps)
+    return flat.view_as(x)
