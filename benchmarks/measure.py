@@ -102,18 +102,30 @@ def peak_megabytes(run: Callable[[], Any]) -> float | None:
         return None
 
 
-def arguments(description: str, names: list[str]) -> argparse.Namespace:
+def parser(description: str) -> argparse.ArgumentParser:
     """The options that all benchmarks share."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--net", choices=names, action="append", help="measure only these (default: all)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; medians are shown (default 7)")
-    parser.add_argument("--compile", action="store_true", help="add torch.compile of SpikingJelly (minutes of compiling)")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/)")
-    parsed = parser.parse_args()
-    if parsed.rounds < 1:
-        parser.error(f"--rounds {parsed.rounds}: at least 1")
-    parsed.net = parsed.net or names
-    return parsed
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=7, help="timed rounds; medians are shown (default 7)")
+    made.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/)")
+    return made
+
+
+def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, of at least one round."""
+    options = made.parse_args()
+    if options.rounds < 1:
+        made.error(f"--rounds {options.rounds}: at least 1")
+    return options
+
+
+def arguments(description: str, names: list[str]) -> argparse.Namespace:
+    """The options of the benchmarks of nets."""
+    made = parser(description)
+    made.add_argument("--net", choices=names, action="append", help="measure only these (default: all)")
+    made.add_argument("--compile", action="store_true", help="add torch.compile of SpikingJelly (minutes of compiling)")
+    options = parsed(made)
+    options.net = options.net or names
+    return options
 
 
 def table(title: str, rows: list[dict[str, Any]], console: Console) -> None:

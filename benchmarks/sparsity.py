@@ -16,13 +16,11 @@ The last row is what the paper does instead: k = 4 frames summed, one dense conv
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import warnings
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,8 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import event_conv
-from benchmarks.measure import RESULTS, interleaved
+from benchmarks import event_conv, measure
 from sj_tac import environment
 from sj_tac.functional import aggregate
 
@@ -119,7 +116,7 @@ def measured(rate: float, device: str, rounds: int, compiled: bool) -> dict[str,
             torch.cuda.synchronize()
 
     runs = {name: lambda way=way: run(way) for name, way in ways.items()}
-    taken = interleaved(runs, rounds, f"rate {rate}")
+    taken = measure.interleaved(runs, rounds, f"rate {rate}")
     return {name: 1e3 * statistics.median(seconds) for name, seconds in taken.items()}
 
 
@@ -136,19 +133,15 @@ def table(results: dict[str, dict[str, float]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measure.parser(__doc__ or "")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds; medians are shown (default 7)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/)")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: at least 1")
+    options = measure.parsed(parser)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no GPU here")
     results = {str(r): measured(r, options.device, options.rounds, not options.no_compile) for r in RATES}
     Console(width=125).print(table(results))
-    path = options.out or RESULTS / f"sparsity-{options.device}-{date.today().isoformat()}.json"
+    path = options.out or measure.RESULTS / f"sparsity-{options.device}-{date.today().isoformat()}.json"
     content: dict[str, Any] = {"kind": "sparsity", "rounds": options.rounds, "machine": environment.describe()}
     content |= {"input": [STEPS, BATCH, CHANNELS, SIZE, SIZE], "milliseconds": results}
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -65,9 +65,9 @@ def arguments() -> argparse.Namespace:
 def task_of(args: argparse.Namespace) -> Task:
     size = args.size or (32 if args.quick else SIZES[args.recipe])
     if args.quick:
-        make = partial(nets.GestureNet, gestures_classes(args), 32, 4, size)
+        make = partial(nets.GestureNet, dvs128.CLASSES, 32, 4, size)
     elif args.recipe == "paper":
-        make = partial(nets.GestureNet, gestures_classes(args), 128, min(5, size.bit_length() - 1), size)
+        make = partial(nets.GestureNet, dvs128.CLASSES, 128, min(5, size.bit_length() - 1), size)
     else:
         make = spikingjelly_net
     if args.data:
@@ -79,10 +79,6 @@ def task_of(args: argparse.Namespace) -> Task:
     return Task("generated gestures", make, train, test, first_conv(make))
 
 
-def gestures_classes(args: argparse.Namespace) -> int:
-    return len(gestures.CLASSES) if args.synthetic else dvs128.CLASSES
-
-
 def first_conv(make: partial[nn.Module] | type[nn.Module]) -> str:
     return next(name for name, module in make().named_modules() if isinstance(module, nn.Conv2d))
 
@@ -91,8 +87,7 @@ def main() -> None:
     args = arguments()
     workers = Workers.join(args.device)
     protocol = command.adjusted(QUICK if args.quick else RECIPES[args.recipe], args)
-    options = command.options(args, workers)
-    own = command.own_policy(args)
+    options, own = command.options(args, workers), command.own_policy(args)
     if workers.rank == 0 and args.synthetic:
         task_of(args)  # one process generates, the others read what it kept
     workers.wait()

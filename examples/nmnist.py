@@ -54,7 +54,7 @@ def main() -> None:
     args = arguments()
     workers = Workers.join(args.device)
     protocol = command.adjusted(QUICK if args.quick else PAPER, args)
-    options = command.options(args, workers)
+    options, own = command.options(args, workers), command.own_policy(args)
     frames, labels, is_test = recordings(args.data, args.steps)
     hold_out = args.hold_out
     if hold_out is None and (is_test.all() or not is_test.any()):
@@ -71,9 +71,9 @@ def main() -> None:
         parts = [Frames(frames[:, rows], labels[rows], shift) for rows, shift in ((train, 2), (test, 0))]
         return Task(title, nets.EventNet, parts[0], parts[1])
 
-    results = study.run(task, protocol, args.seeds, options, command.own_policy(args))
+    results = study.run(task, protocol, args.seeds, options, own)
     if workers.rank == 0:
-        study.finish("nmnist", task(args.seeds[0]), protocol, results, options, args.rounds, command.own_policy(args))
+        study.finish("nmnist", task(args.seeds[0]), protocol, results, options, args.rounds, own)
     workers.leave()
 
 

@@ -74,10 +74,10 @@ def main() -> None:
     test = load(args, "t10k", args.test_images or (QUICK_TEST if args.quick else None))
     title = TITLES[args.dataset] + (", decay_input" if args.decay_input else "")
     task = Task(title, partial(nets.PaperImageNet, decay_input=args.decay_input), train, test)
-    options = command.options(args, workers)
-    results = study.run(lambda seed: task, protocol, args.seeds, options, command.own_policy(args))
+    options, own = command.options(args, workers), command.own_policy(args)
+    results = study.run(lambda seed: task, protocol, args.seeds, options, own)
     if workers.rank == 0:
-        study.finish(args.dataset, task, protocol, results, options, args.rounds, command.own_policy(args))
+        study.finish(args.dataset, task, protocol, results, options, args.rounds, own)
     workers.leave()
 
 

@@ -147,6 +147,10 @@ def test_replace_changes_a_copy_that_trains_copies_and_resets(operator):
 
 def test_biquads_can_be_saved(tmp_path):
     made = experimental.replace(csnn(), "FTC")
+    with torch.no_grad():
+        made[2].angle.uniform_(-1, 1)
     torch.save(made.state_dict(), tmp_path / "net.pt")
     other = experimental.replace(csnn(), "FTC")
     other.load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+    assert torch.equal(other[2].poles(), made[2].poles())
+    assert not torch.equal(made[2].poles(), experimental.replace(csnn(), "FTC")[2].poles())
