@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SjTacError(Exception):
     """Base class of all errors of this package."""
@@ -29,6 +31,23 @@ class InputError(SjTacError, ValueError):
 
 class BackendError(SjTacError, RuntimeError):
     """The kernel backend that was asked for by name cannot run here."""
+
+
+class BatchError(SjTacError, ValueError):
+    """A batch of frames (or its labels) cannot be used; the message names the batch, its shape and what would fit."""
+
+
+class SearchError(SjTacError, RuntimeError):
+    """No policy meets what was asked for, or the log of an earlier search does not belong to this one.
+
+    ``evidence``: what was tried, where the search got so far.
+    """
+
+    evidence: Any = None
+
+
+class WriteError(SjTacError, OSError):
+    """A file could not be written; what stood at its path before still does."""
 
 
 class BatchNormMovedWarning(UserWarning):

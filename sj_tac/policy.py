@@ -15,7 +15,6 @@ import fnmatch
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sj_tac.errors import PolicyError
+from sj_tac.files import write_text
 
 Mode = Literal["preserve", "collapse", "keep"]
 K = Annotated[int, Field(strict=True, ge=1, description="source steps that share one convolution")]
@@ -131,6 +131,12 @@ class Policy(BaseModel):
 
     # Where it was read from, for errors; two policies that say the same are equal wherever they come from.
     _source: str = "policy"
+    _evidence: Any = None
+
+    @property
+    def evidence(self) -> Any:
+        """What ``sj_tac.search`` measured to find this policy, an ``sj_tac.Evidence``; None of any other policy."""
+        return self._evidence
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.model_dump() == other.model_dump()
@@ -174,18 +180,11 @@ class Policy(BaseModel):
         return cls.from_dict(values, str(file))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the policy as YAML, all or nothing: a file that exists is replaced only once the new one is complete."""
-        file = Path(path)
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as draft:
-            try:
-                draft.write(text)
-                draft.flush()
-                os.fsync(draft.fileno())
-            except BaseException:
-                os.unlink(draft.name)
-                raise
-        os.replace(draft.name, file)
+        """Write the policy as YAML, all or nothing: a file that exists is replaced only once the new one is complete.
+
+        Raises WriteError.
+        """
+        write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that ``from_dict`` reads back; only what was set."""
@@ -237,7 +236,9 @@ def as_policy(policy: object, k: object = 2) -> Policy:
     if isinstance(policy, str) and policy in ("preserve", "collapse", "keep"):
         return Policy(default=Settings.build(mode=policy, k=k))
     if policy == "auto":
-        raise PolicyError('policy="auto" is not in this version; choose "preserve" (event data) or "collapse" (rate coding)')
+        raise PolicyError(
+            'policy="auto" is measured: sj_tac.convert(model, "auto", calibration=batches), or sj_tac.search(model, batches)'
+        )
     if isinstance(policy, str) and not (Path(policy).suffix or os.sep in policy or Path(policy).exists()):
         raise PolicyError(
             f"policy={policy!r} is neither a mode nor a file; {nearest(policy, ['preserve', 'collapse', 'keep'])}"

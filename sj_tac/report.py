@@ -155,6 +155,7 @@ class Report:
 
     verdicts: tuple[Verdict, ...]
     title: str = "sj_tac"
+    evidence: Any = None  # what a policy "auto" was chosen by, an sj_tac.Evidence
 
     def _with(self, status: Status) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.status == status)
@@ -184,7 +185,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: {"title": ..., "verdicts": [{"layer": ..., "status": ..., ...}]}."""
-        return {"title": self.title, "verdicts": [asdict(v) for v in self.verdicts]}
+        plain = {"title": self.title, "verdicts": [asdict(v) for v in self.verdicts]}
+        return plain if self.evidence is None else plain | {"evidence": self.evidence.to_dict()}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -209,7 +211,9 @@ class Report:
     def __str__(self) -> str:
         text = io.StringIO()
         # The terminal's width; wide enough for the reasons where there is no terminal.
-        Console(file=text, width=shutil.get_terminal_size((140, 24)).columns).print(self)
+        Console(file=text, width=shutil.get_terminal_size((140, 24)).columns).print(
+            self, *([] if self.evidence is None else [self.evidence])
+        )
         return text.getvalue()
 
     def _summary(self) -> str:

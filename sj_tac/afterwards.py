@@ -1,0 +1,225 @@
+"""What can be done with a converted model: turn it back, give it another k, freeze or re-estimate its BatchNorms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewrites import swap
+from sj_tac import host
+from sj_tac.conversion import RECORD, Recalibrated, deep_copy, record_of, report
+from sj_tac.errors import BatchError, BatchNormMovedWarning, ConversionError, PolicyError
+from sj_tac.operators import has_trained_logits
+from sj_tac.places import NormPlace
+from sj_tac.policy import as_policy, name_matches, nearest
+from sj_tac.report import Report
+from sj_tac.swapped import is_swapped
+from sj_tac.tuning.batches import read
+
+
+def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool = False) -> nn.Module:
+    """The source model again, with the parameters as they are now; statistics that ``recalibrate`` made are taken back.
+
+    Args:
+        inplace: change ``converted`` itself instead of a copy.
+        drop_learned: throw trained aggregation weights away; otherwise they are a reason to refuse.
+
+    Raises:
+        ConversionError: not a converted model, or it has trained aggregation weights.
+
+    Warns:
+        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
+    """
+    record = record_of(converted, "restore")
+    _check_logits(converted, record.analysis.layout.drives, "restore", drop_learned)
+    if not inplace:
+        converted = deep_copy(converted)
+        record = record_of(converted, "restore")
+    # Statistics that moved on after they were re-estimated are training's, and stay.
+    _take_back(converted, {n: r for n, r in record.recalibrated.items() if _is_as_made(_norms(converted)[n], r)})
+    _warn_if_moved(_norms(converted), "restore")
+    swap.undo(converted, record.handles)
+    delattr(converted, RECORD)
+    return converted
+
+
+def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool = False) -> Report:
+    """Give the converted layers whose name matches another ``k``, in place, and everything behind a collapse what follows.
+
+    Args:
+        layers: exact name, glob or "re:...", of converted convs.
+        drop_learned: throw trained aggregation weights of these layers away; otherwise they are a reason to refuse.
+
+    Raises:
+        PolicyError: ``k`` is no int of at least 1, ``layers`` matches nothing, or a layer refuses it. The model is then
+            as it was. ConversionError: not a converted model, or trained aggregation weights.
+
+    Warns:
+        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
+    """
+    record = record_of(converted, "set_k")
+    old = record.analysis
+    k = as_policy("preserve", k).default.k
+    chosen = [name for name in old.layout.drives if name_matches(name, layers)]
+    if not chosen:
+        raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.layout.drives)}")
+    settings = old.settings | {name: old.settings[name].model_copy(update={"k": k}) for name in chosen}
+    layout = old.lay_out(converted, settings)
+    lost = [name for name in old.layout.drives if name not in layout.drives]
+    if lost:
+        why = layout.refused[lost[0]].detail
+        raise PolicyError(f"set_k: layer {lost[0]!r} refuses, {why}; the model was left as it was")
+    resized = {n: d for n, d in old.layout.drives.items() if d.frames != layout.drives[n].frames}
+    _check_logits(converted, resized, "set_k", drop_learned)
+    changing = {name for name in chosen if old.settings[name].k != k}
+    _warn_if_moved({name: norm for name, norm in _norms(converted).items() if name in changing}, "set_k")
+    for name, drive in layout.drives.items():
+        drive.seen = old.layout.drives[name].seen
+    for handle in record.handles:
+        handle.remove()
+    analysis = replace(old, settings=settings, layout=layout)
+    # What the policy was chosen by says nothing about another k.
+    changed = replace(record, analysis=analysis, handles=swap.apply(converted, layout), evidence=None)
+    setattr(converted, RECORD, changed)
+    return report(converted)
+
+
+def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
+    """Keep the BatchNorms of converted and stretched layers in eval mode, also under ``net.train()``.
+
+    Aggregated frames have less variance than single ones, so statistics taken from them change what the layer computes.
+    Scale and shift (``weight``, ``bias``) stay trainable. ``frozen=False`` lets the statistics move again.
+
+    Returns:
+        The names of the BatchNorms. Raises ConversionError: not a converted model.
+    """
+    record_of(converted, "freeze_bn")
+    names = []
+    for name, module in converted.named_modules():
+        if is_swapped(module) and isinstance(module._tac, NormPlace):
+            module._tac.frozen = frozen
+            module.train(converted.training)
+            names.append(name)
+    return names
+
+
+def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False) -> list[str]:
+    """Re-estimate the BatchNorms of converted and stretched layers on aggregated frames, in place.
+
+    Running mean and variance become the averages of the batches' own, as ``torch.optim.swa_utils.update_bn`` does it;
+    nothing else is trained. The source's are kept: ``undo=True`` and ``restore`` put them back. Whether it helps depends on
+    the mode: docs/choosing.md has what was measured.
+
+    Args:
+        batches: an iterable of frames [T, N, C, H, W] or (frames, labels); labels are not used.
+        undo: put the source's statistics back instead.
+
+    Returns:
+        The names of the BatchNorms. Empty where there are none.
+
+    Raises:
+        ConversionError: not a converted model, or nothing to undo. BatchError: batches that cannot be used, or that the
+            model does not run on; all statistics are then as they were.
+    """
+    record = record_of(converted, "recalibrate")
+    if undo:
+        if batches is not None:
+            raise ConversionError("recalibrate: undo=True takes no batches; call it once without, once with them")
+        if not record.recalibrated:
+            raise ConversionError("recalibrate: there is nothing to undo; no statistics of this model were re-estimated")
+        names = list(record.recalibrated)
+        _take_back(converted, record.recalibrated)
+        return names
+    norms = {name: norm for name, norm in _norms(converted).items() if norm.running_mean is not None}
+    held = {name: _statistics(norm) for name, norm in norms.items()}
+    first = {n: record.recalibrated.get(n, Recalibrated(held[n], held[n], norm._tac.moved)) for n, norm in norms.items()}
+    try:
+        _estimate(converted, norms, batches)
+    except BaseException:
+        for name, norm in norms.items():
+            _put(norm, held[name])
+            norm._tac.moved = first[name].moved if name not in record.recalibrated else True
+        raise
+    for name, norm in norms.items():
+        norm._tac.moved = True
+        record.recalibrated[name] = replace(first[name], after=_statistics(norm))
+    return list(norms)
+
+
+def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> None:
+    """Cumulative averages of batch statistics; the model's mode and memories are left as they were."""
+    device = next((t.device for t in [*converted.parameters(), *converted.buffers()]), torch.device("cpu"))
+    kept = {name: (norm.momentum, norm.num_batches_tracked.clone()) for name, norm in norms.items()}
+    with host.looked_at(converted):
+        try:
+            for norm in norms.values():
+                norm.reset_running_stats()
+                norm.momentum, norm.training = None, True
+            for number, batch in enumerate(read(batches)):
+                host.reset_memories(converted)
+                try:
+                    converted(batch.frames.to(device))
+                except Exception as error:
+                    shape = list(batch.frames.shape)
+                    raise BatchError(
+                        f"the model does not run on batch {number} of shape {shape} ({type(error).__name__}: {error}); "
+                        "its statistics were left as they were"
+                    ) from error
+        finally:
+            for name, norm in norms.items():
+                norm.momentum = kept[name][0]
+                norm.num_batches_tracked.copy_(kept[name][1])
+
+
+def _statistics(norm: Any) -> tuple[Tensor, Tensor]:
+    return norm.running_mean.clone(), norm.running_var.clone()
+
+
+def _put(norm: Any, statistics: tuple[Tensor, Tensor]) -> None:
+    norm.running_mean.copy_(statistics[0])
+    norm.running_var.copy_(statistics[1])
+
+
+def _is_as_made(norm: Any, made: Recalibrated) -> bool:
+    return all(torch.equal(now, then) for now, then in zip(_statistics(norm), made.after, strict=True))
+
+
+def _take_back(converted: nn.Module, recalibrated: Mapping[str, Recalibrated]) -> None:
+    """The statistics of before, for these norms."""
+    record, norms = record_of(converted, "recalibrate"), _norms(converted)
+    for name, found in dict(recalibrated).items():
+        _put(norms[name], found.before)
+        norms[name]._tac.moved = found.moved
+        del record.recalibrated[name]
+
+
+def _norms(converted: nn.Module) -> dict[str, Any]:
+    """The swapped BatchNorms, by the name of their layer."""
+    swapped = [m for m in converted.modules() if is_swapped(m)]
+    return {m._tac.name: m for m in swapped if isinstance(m._tac, NormPlace)}
+
+
+def _warn_if_moved(norms: Mapping[str, Any], action: str) -> None:
+    moved = [name for name, norm in norms.items() if norm._tac.moved]
+    if moved:
+        warnings.warn(
+            f"{action}: the running statistics of {moved} were updated while frames were aggregated; they have less "
+            "variance than single frames, so these layers no longer fit another k. Fine-tune with "
+            "sj_tac.freeze_bn(net), or load the source checkpoint's statistics back.",
+            BatchNormMovedWarning,
+            stacklevel=3,
+        )
+
+
+def _check_logits(converted: nn.Module, drives: Mapping[str, Any], action: str, drop: bool) -> None:
+    trained = [name for name in drives if has_trained_logits(converted.get_submodule(name))]
+    if trained and not drop:
+        raise ConversionError(
+            f"{action} would throw away the trained aggregation weights (tac_logits) of {trained}; "
+            "pass drop_learned=True if that is meant"
+        )

@@ -1,0 +1,127 @@
+"""The batches that a user hands over: read, checked, and named in errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Frames [T, N, ...] (floating point) and labels [N] (integer class indices), or None where there are none."""
+
+    frames: Tensor
+    labels: Tensor | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.frames.shape[0]
+
+    @property
+    def samples(self) -> int:
+        return self.frames.shape[1]
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.frames.to(device), None if self.labels is None else self.labels.to(device))
+
+
+def read(batches: Any) -> Iterator[Batch]:
+    """Every batch, checked; they are read one by one, so that memory does not grow with the data.
+
+    Args:
+        batches: an iterable (a list, a DataLoader, a generator) of frames [T, N, C, H, W] or of (frames, labels) with
+            labels [N]; a single tensor or pair of tensors counts as one batch. Whole-number frames become float32.
+
+    Raises:
+        BatchError: no batch at all, something else than frames, no sample, one frame, T that changes, NaN or infinite
+            frames, or labels that do not fit.
+    """
+    steps = None
+    number = -1
+    for number, item in enumerate(_items(batches)):
+        batch = _checked(item, number)
+        if steps not in (None, batch.steps):
+            raise BatchError(
+                f"batch {number} has T = {batch.steps} frames (shape {list(batch.frames.shape)}), those before it "
+                f"T = {steps}; bin all recordings into the same number of frames"
+            )
+        steps = batch.steps
+        yield batch
+    if number < 0:
+        raise BatchError("there are no batches: the iterable is empty, or a generator that was read before")
+
+
+def collect(batches: Any, model: nn.Module) -> list[Batch]:
+    """All batches, in memory and where the model is, so that every candidate sees the same. Raises BatchError."""
+    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    found = [batch.to(device) for batch in read(batches)]
+    labelled = [batch.labels is not None for batch in found]
+    if any(labelled) and not all(labelled):
+        raise BatchError(
+            f"batch {labelled.index(False)} has no labels, others have; give labels with all batches or with none"
+        )
+    return found
+
+
+def _items(batches: Any) -> Iterable[Any]:
+    if isinstance(batches, Tensor):
+        return [batches]
+    if isinstance(batches, tuple) and len(batches) == 2 and all(isinstance(part, Tensor) for part in batches):
+        frames, labels = batches
+        # Two batches of frames are one dimension alike; labels are [N].
+        if labels.dim() == 1 or labels.dim() != frames.dim():
+            return [batches]
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, dict)):
+        raise BatchError(
+            f"batches are an iterable of frames [T, N, C, H, W] or of (frames, labels), got {type(batches).__name__}"
+        )
+    return batches
+
+
+def _checked(item: Any, number: int) -> Batch:
+    frames, labels = item, None
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        frames, labels = item
+    if not isinstance(frames, Tensor):
+        raise BatchError(
+            f"batch {number} is a {type(item).__name__}; a batch is a tensor of frames [T, N, C, H, W] or (frames, labels)"
+        )
+    shape = list(frames.shape)
+    if frames.dim() < 3:
+        raise BatchError(f"batch {number} has shape {shape}; frames are [T, N, C, H, W] (at least [T, N, features])")
+    if 0 in shape:
+        raise BatchError(f"batch {number} is empty: its shape is {shape}, for [T, N, C, H, W]")
+    labels = _labels(labels, shape, number)
+    if shape[0] < 2:
+        raise BatchError(
+            f"batch {number} has one frame a sample (shape {shape}); with T = 1 there is no time to aggregate. Time comes "
+            "first: [T, N, C, H, W]"
+        )
+    if not frames.is_floating_point():
+        frames = frames.float()
+    if not torch.isfinite(frames).all():
+        bad = int((~torch.isfinite(frames)).sum())
+        raise BatchError(
+            f"batch {number} (shape {shape}) has {bad} values that are NaN or infinite; mend or drop those samples"
+        )
+    return Batch(frames, labels)
+
+
+def _labels(labels: Any, shape: list[int], number: int) -> Tensor | None:
+    if labels is None:
+        return None
+    labels = torch.as_tensor(labels)
+    if labels.dim() != 1 or labels.is_floating_point() or len(labels) != shape[1]:
+        swapped = labels.dim() >= 1 and len(labels) == shape[0]
+        hint = "; the frames look like [N, T, ...]: transpose(0, 1) puts time first" if swapped else ""
+        raise BatchError(
+            f"batch {number} has labels of shape {list(labels.shape)} ({labels.dtype}) for frames {shape}; "
+            f"expected {shape[1]} class indices [N]{hint}"
+        )
+    return labels.to(torch.int64)

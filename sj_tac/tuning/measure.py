@@ -1,0 +1,142 @@
+"""What a net puts out on given batches, how often its neurons fire, and how long it takes, in turns with others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac import host
+from sj_tac.errors import BatchError
+from sj_tac.tuning.batches import Batch
+
+Decode = Callable[[Any], Tensor]
+Metric = Callable[[nn.Module, list[Any]], float]
+
+
+def run(net: nn.Module, frames: Tensor) -> Any:
+    """The net's output on frames [T, N, ...], from its reset state."""
+    host.reset_memories(net)
+    return net(frames)
+
+
+def scores(net: nn.Module, batches: Sequence[Batch], decode: Decode | None = None, seed: int = 0) -> Tensor:
+    """Class scores [N, C] of all samples, in float64; the net is left as it was. Random encoders start from ``seed``.
+
+    ``decode`` makes scores [N, C] of an output; otherwise an output [T, N, C] is averaged over time, [N, C] taken as it is.
+
+    Raises:
+        BatchError: the net does not run on a batch, its output needs a ``decode``, or it is not finite.
+    """
+    found = []
+    with host.looked_at(net):
+        torch.manual_seed(seed)
+        for number, batch in enumerate(batches):
+            where = f"batch {number} of shape {list(batch.frames.shape)}"
+            try:
+                output = run(net, batch.frames)
+            except Exception as error:
+                raise BatchError(
+                    f"{type(net).__name__} does not run on {where} ({type(error).__name__}: {error})"
+                ) from error
+            score = _decoded(output, batch.samples, decode, where)
+            if not torch.isfinite(score).all():
+                raise BatchError(f"the output of {type(net).__name__} on {where} is NaN or infinite")
+            found.append(score.double())
+    return torch.cat(found)
+
+
+def _decoded(output: Any, samples: int, decode: Decode | None, where: str) -> Tensor:
+    if decode is not None:
+        output = decode(output)
+    elif isinstance(output, Tensor) and output.dim() == 3 and output.shape[1] == samples:
+        output = output.float().mean(0)
+    if isinstance(output, Tensor) and output.dim() == 2 and output.shape[0] == samples:
+        return output
+    got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    what = "what decode returned" if decode is not None else "the net's output"
+    raise BatchError(
+        f"{what} on {where} is {got}; class scores are [T, N, C] or [N, C] with N = {samples}: pass "
+        "decode=, a function from the net's output to scores [N, C]"
+    )
+
+
+def firing(net: nn.Module, batches: Sequence[Batch]) -> dict[str, tuple[float, float]]:
+    """Spikes per neuron and step of every spiking layer, with its neurons per sample. Chains run unfused meanwhile."""
+    totals: dict[str, list[float]] = {}
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def count(module: nn.Module, args: Any, spikes: Tensor) -> None:
+            held = totals.setdefault(name, [0.0, 0.0, float(spikes[0, 0].numel())])
+            held[0] += spikes.double().mean().item() * spikes.shape[1]
+            held[1] += spikes.shape[1]
+
+        return count
+
+    with host.looked_at(net):
+        handles = [m.register_forward_hook(hook(n)) for n, m in net.named_modules() if isinstance(m, host.neuron.BaseNode)]
+        try:
+            for batch in batches:
+                run(net, batch.frames)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return {name: (total / count, neurons) for name, (total, count, neurons) in totals.items()}
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], object]], rounds: int, tick: Callable[[], None] = lambda: None, *, again: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of every run in every round. Whatever else the machine does at a moment, it does to every run.
+
+    ``again``: each runs once before it is timed.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    cuda = torch.cuda.is_available()
+    for _ in range(rounds):
+        for name, call in runs.items():
+            if again:
+                call()
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            if cuda:
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+            tick()
+    return seconds
+
+
+def milliseconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int, enough: float = 0.5) -> dict[str, float]:
+    """Medians of interleaved runs on frames [T, N, ...]; the nets are left as they were.
+
+    In its turn every net runs twice, and the second run counts: in use a net follows itself, not another that just filled the
+    caches. Short runs get more rounds, up to five times as many, until ``enough`` seconds have been measured.
+    """
+    with ExitStack() as stack:
+        for net in nets.values():
+            stack.enter_context(host.looked_at(net))
+        calls = {name: (lambda net=net: run(net, frames)) for name, net in nets.items()}
+        first = in_turns(calls, 1, again=True)
+        total = sum(seconds[0] for seconds in first.values())
+        taken = in_turns(calls, max(rounds, min(5 * rounds, int(enough / total))), again=True)
+    return {name: 1e3 * statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def accuracy(predictions: Tensor, labels: Tensor) -> float:
+    """Share of samples whose prediction [N] is their label [N]."""
+    return (predictions == labels).double().mean().item()
+
+
+def labels_of(batches: Iterable[Batch], why: str) -> Tensor:
+    """The labels of all samples [N]. Raises BatchError where there are none."""
+    found = [batch.labels for batch in batches if batch.labels is not None]
+    if not found:
+        raise BatchError(f"{why} needs labels: give batches as (frames [T, N, C, H, W], labels [N])")
+    return torch.cat(found)

@@ -1,0 +1,76 @@
+"""Pictures: the heat map of a sensitivity analysis, the Pareto frontier of a search. matplotlib is imported when drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sj_tac.files import write_whole
+
+BLUE, GREY, RED = "#2a6fbb", "#8c8c8c", "#c0392b"
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ImportError('no picture: matplotlib is not installed; pip install "sj_tac[plots]"') from None
+    return pyplot
+
+
+def _save(figure: Any, path: Path, pyplot: Any) -> None:
+    try:
+        write_whole(path, lambda draft: figure.savefig(draft, dpi=130, format="png"))
+    finally:
+        pyplot.close(figure)
+
+
+def heat_map(path: Path, effects: Sequence[Any]) -> None:
+    """Layers x k: one map for the predictions that change, one for the milliseconds saved; a row of maps for each mode."""
+    pyplot: Any = _pyplot()
+    modes = list(dict.fromkeys(e.mode for e in effects)) or ["preserve"]
+    layers, ks = list(dict.fromkeys(e.layer for e in effects)), sorted({e.k for e in effects})
+    size = (2 * (2.2 + 0.9 * len(ks)), len(modes) * (1.4 + 0.42 * max(1, len(layers))))
+    figure, axes = pyplot.subplots(len(modes), 2, figsize=size, squeeze=False)
+    shown = (("predictions changed, %", "Reds", lambda e: 100 * e.disagreement), ("ms saved", "Blues", lambda e: e.ms_saved))
+    for row, mode in enumerate(modes):
+        for column, (title, colours, value) in enumerate(shown):
+            axis = axes[row][column]
+            values = {(e.layer, e.k): value(e) for e in effects if e.mode == mode}
+            grid = [[values.get((layer, k), float("nan")) for k in ks] for layer in layers]
+            top = max(1e-9, *values.values()) if values else 1.0
+            axis.imshow(grid, cmap=colours, aspect="auto", vmin=0, vmax=top)
+            for y, layer in enumerate(layers):
+                for x, k in enumerate(ks):
+                    number = values.get((layer, k))
+                    text = "refused" if number is None else f"{number:.1f}"
+                    colour = "white" if number is not None and number > 0.6 * top else "black"
+                    axis.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
+            axis.set_xticks(range(len(ks)), [f"k={k}" for k in ks], fontsize=8)
+            axis.set_yticks(range(len(layers)), layers if column == 0 else [], fontsize=7)
+            axis.set_title(f"{mode}: {title}", fontsize=9)
+    figure.tight_layout()
+    _save(figure, path, pyplot)
+
+
+def frontier_plot(path: Path, title: str, metric: str, points: Sequence[Any], best: Sequence[Any], chosen: Any) -> None:
+    """Speed-up against metric: everything tried, uniform policies as squares, the frontier as a line, what was chosen."""
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(7, 4.6))
+    for uniform, marker, colour, label in ((False, "o", GREY, "tried"), (True, "s", BLUE, "the same in every layer")):
+        some = [p for p in points if p.uniform == uniform]
+        axis.plot([p.speedup for p in some], [p.metric for p in some], marker, color=colour, markersize=4, label=label)
+    axis.plot([p.speedup for p in best], [p.metric for p in best], "-", color=GREY, linewidth=1, label="Pareto frontier")
+    if chosen is not None:
+        axis.plot([chosen.speedup], [chosen.metric], "*", color=RED, markersize=13, label="chosen")
+    axis.set_xlabel("speed-up over the source (1 = source)", fontsize=9)
+    axis.set_ylabel(metric, fontsize=9)
+    axis.set_title(title, fontsize=10)
+    axis.legend(fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    _save(figure, path, pyplot)

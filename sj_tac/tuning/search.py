@@ -1,0 +1,258 @@
+"""The fastest policy whose metric stays within a budget, or the most accurate at a wanted speed; all of it measured."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from sj_tac import environment
+from sj_tac.conversion import check_plain
+from sj_tac.errors import PolicyError, SearchError
+from sj_tac.kernels import registry
+from sj_tac.policy import Policy
+from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.diagnosis import Diagnosis, diagnose
+from sj_tac.tuning.evidence import Evidence, Trial, cheapest, simplicity
+from sj_tac.tuning.log import Log, fingerprint, machine
+from sj_tac.tuning.measure import Decode, Metric
+from sj_tac.tuning.progress import Bar
+from sj_tac.tuning.space import Space, read_choices
+from sj_tac.tuning.strategy import Strategy
+from sj_tac.tuning.trials import ROUNDS, Cost, OutOfTime, Score, Trials
+
+# Times that differ by less are one time: work, which does not depend on the moment, then decides.
+SAME = 0.05
+FINALISTS = 6
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for: the least metric, and, where a speed is wanted instead, that."""
+
+    floor: float
+    speedup: float | None
+    words: str
+
+    def fits(self, trial: Trial) -> bool:
+        return trial.metric >= self.floor - 1e-9 if self.speedup is None else trial.speedup >= self.speedup
+
+    def better(self, new: Trial, old: Trial) -> bool:
+        if not self.fits(new):
+            return False
+        return new.work < old.work if self.speedup is None else new.metric > old.metric
+
+    def rank(self, trial: Trial) -> tuple[Any, ...]:
+        """Ascending, the best first; without measured times."""
+        first = (trial.work, -trial.metric) if self.speedup is None else (-trial.metric, trial.work)
+        return (*first, *simplicity(trial))
+
+
+def search(
+    model: nn.Module,
+    batches: Any,
+    *,
+    metric: str | Metric | None = None,
+    max_drop: float = 0.01,
+    speedup: float | None = None,
+    time_limit: float | None = None,
+    ks: Sequence[int] | None = None,
+    modes: Sequence[str] = ("preserve", "collapse"),
+    layers: Sequence[str] = ("conv",),
+    rounds: int = 9,
+    cost: Cost | None = None,
+    decode: Decode | None = None,
+    backend: str = "auto",
+    seed: int = 0,
+    log: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Policy:
+    """The fastest per-layer policy whose metric, measured on the whole converted net, stays within ``max_drop``.
+
+    Tried are: every k and mode in all layers; every layer alone; a path from there, cheapest loss first; then single moves
+    and exchanges around the best; and the best with layers left as they are ("keep"). Which candidates are tried depends on
+    metrics and work alone (multiply-accumulates and the outputs' memory traffic), not on the clock. Finalists are timed side
+    by side; times within 5 % of the best count as equal, and less work wins.
+
+    Args:
+        model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
+        batches: a few batches of frames [T, N, C, H, W] or (frames, labels), kept in memory. The first one is timed. What is
+            found fits these samples: check it on others.
+        metric: "accuracy" (needs labels), "agreement" (with the source's predictions), or ``f(net, batches) -> float``,
+            larger is better; None: accuracy where there are labels.
+        max_drop: how much of the metric may be lost, absolutely (0.01: one point of accuracy).
+        speedup: search the best metric at this speed, at the least, instead; ``max_drop`` then has no say.
+        time_limit: seconds after which nothing new is tried.
+        ks: None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T. modes: the first is searched layer by layer, the others on what that
+            finds. layers: "conv", "linear". rounds: timed rounds of the finalists. cost: a function of a net (milliseconds on another
+            device, joules) that takes the place of measured time. decode: from the net's output to class scores [N, C].
+        seed: of random encoders in the net. log: a JSON-lines file; after a kill, the same call goes on from it.
+        out: writes the evidence as JSON, and the Pareto frontier as PNG beside it.
+
+    Returns:
+        The policy; ``policy.evidence`` has everything tried, ``policy.save(path)`` writes it.
+
+    Raises:
+        SearchError: no policy meets the goal or is faster than the source, the metric is no number, or ``log`` is another
+            search's; its ``evidence`` attribute says what was tried. BatchError, PolicyError, WriteError, ConversionError
+            (no layer can be converted), ModelTypeError, TraceError, BackendError.
+    """
+    begun = time.monotonic()
+    _check_numbers(max_drop, speedup, time_limit, rounds)
+    check_plain(model)
+    held = collect(batches, model)
+    space = Space.of(model, ks, modes, layers, held[0].steps, held[0].frames[:, :1])
+    score = Score(metric, held, decode, seed)
+    source = score.begin(model)
+    goal = _goal(score.name, source, max_drop, speedup)
+    header = fingerprint(model, held) | {
+        "space": [list(space.layers), list(space.ks), list(space.modes), list(space.kinds)],
+        "metric": score.name,
+        "seed": seed,
+        "speed": [registry.choose(backend), rounds, ROUNDS, None if cost is None else getattr(cost, "__qualname__", "cost")],
+        "machine": machine(),
+    }
+    deadline = math.inf if time_limit is None else begun + time_limit
+    with Log(log, header) as kept, Bar("search", None, progress) as bar:
+        trials = Trials(model, held, space, score, backend, rounds, cost, kept, bar, deadline)
+        stopped = _explore(trials, goal)
+        final = _playoff(trials, goal)
+    chosen, problem = _choose(trials, goal, final, source)
+    evidence = Evidence(
+        objective=goal.words,
+        metric=score.name,
+        source_metric=source,
+        trials=tuple(trials.tried.values()),
+        chosen=chosen.name if chosen else "",
+        final=final,
+        samples=sum(batch.samples for batch in held),
+        seconds=time.monotonic() - begun,
+        stopped=stopped,
+        notes=_notes(score.name, source, held, max_drop, speedup),
+        machine=environment.describe(),
+    )
+    if out is not None:
+        evidence.save(out)
+    if chosen is None:
+        error = SearchError(problem)
+        error.evidence = evidence
+        raise error
+    policy = space.policy(read_choices(chosen.choices, space.layers))
+    policy._evidence = evidence
+    return policy
+
+
+def choose(model: nn.Module, batches: Any, **options: Any) -> Policy:
+    """``search`` after ``diagnose``, whose verdict says which mode is searched layer by layer. Raises as ``search``."""
+    check_plain(model)
+    given = [b.frames if b.labels is None else (b.frames, b.labels) for b in collect(batches, model)]
+    found: Diagnosis = diagnose(given)
+    modes = ("collapse", "preserve") if found.verdict == "collapse" else ("preserve", "collapse")
+    policy = search(model, given, **({"modes": modes} | options))
+    policy._evidence = replace(policy.evidence, diagnosis=found)
+    return policy
+
+
+def _check_numbers(max_drop: float, speedup: float | None, time_limit: float | None, rounds: int) -> None:
+    if not math.isfinite(max_drop):
+        raise PolicyError(
+            f"search: max_drop={max_drop} must be a finite number, the metric that may be lost (0.01: a point)"
+        )
+    if speedup is not None and not 1 <= speedup < math.inf:
+        raise PolicyError(f"search: speedup={speedup} must be at least 1, in multiples of the source's speed")
+    if time_limit is not None and not time_limit > 0:
+        raise PolicyError(f"search: time_limit={time_limit} must be positive, in seconds")
+    if rounds < 1:
+        raise PolicyError(f"search: rounds={rounds} must be at least 1")
+
+
+def _goal(name: str, source: float, max_drop: float, speedup: float | None) -> Goal:
+    if speedup is not None:
+        return Goal(-math.inf, speedup, f"the best {name} at {speedup:g}x the source's speed or more")
+    return Goal(source - max_drop, None, f"the fastest with {name} >= {source - max_drop:.4f} (source {source:.4f})")
+
+
+def _explore(trials: Trials, goal: Goal) -> str:
+    """Try candidates. Returns why it ended early, or ""."""
+    work = {name: macs * trials.weight(name) for name, macs in trials.macs.items()}
+    strategy = Strategy(trials, work)
+    rank: Callable[[Trial], Any] = goal.rank
+    try:
+        strategy.uniform()
+        strategy.alone()
+        strategy.path(goal.fits if goal.speedup is None else None)
+        fitting = [t for t in trials.tried.values() if not t.refused and goal.fits(t)]
+        if fitting:
+            best = strategy.climb(min(fitting, key=rank), goal.better)
+            strategy.variants(best)
+    except OutOfTime:
+        return f"the time limit ended it after {trials.fresh} new measurements"
+    return ""
+
+
+def _playoff(trials: Trials, goal: Goal) -> dict[str, float]:
+    """Milliseconds side by side of the source, the best few and the best uniform ones; empty where ``cost`` decides."""
+    fitting = sorted((t for t in trials.tried.values() if not t.refused and goal.fits(t)), key=goal.rank)
+    if not fitting or trials.cost is not None:
+        return {}
+    uniform = [t for t in fitting if t.uniform]
+    fastest = sorted(fitting, key=lambda t: -t.speedup)
+    some = {t.name: t for t in [*fitting[:FINALISTS], *uniform[:2], *fastest[:2]]}
+    return trials.side_by_side(list(some.values()))
+
+
+def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) -> tuple[Trial | None, str]:
+    """The winner, or None and why there is none."""
+    tried = [t for t in trials.tried.values() if not t.refused]
+    if final:
+        speeds = {name: final["source"] / ms for name, ms in final.items() if name != "source"}
+    else:
+        speeds = {t.name: t.speedup for t in tried}
+    running = [t for t in tried if t.name in speeds and goal.fits(replace(t, speedup=speeds[t.name]))]
+    if not running:
+        return None, _unreachable(tried, goal, trials.score.name, source)
+    fastest = max(running, key=lambda t: speeds[t.name])
+    if speeds[fastest.name] < 1:
+        return None, (
+            f"no policy is faster than the source here: within the goal ({goal.words}) the fastest is {fastest.name!r} at "
+            f"{speeds[fastest.name]:.2f}x; leave this net as it is, or try larger batches, backend= or layers="
+        )
+    if goal.speedup is not None:
+        return min(running, key=goal.rank), ""
+    return cheapest([t for t in running if speeds[t.name] * (1 + SAME) >= speeds[fastest.name]]), ""
+
+
+def _unreachable(tried: Sequence[Trial], goal: Goal, metric: str, source: float) -> str:
+    if not tried:
+        return "nothing could be measured before the time limit; give it more seconds (time_limit), or fewer samples"
+    if goal.speedup is None:
+        top = max(tried, key=lambda t: t.metric)
+        return (
+            f"no policy has {metric} >= {goal.floor:.4f}: the source has {source:.4f}, and the best of {len(tried)} tried, "
+            f"{top.name!r}, {top.metric:.4f}; allow a larger max_drop"
+        )
+    top = max(tried, key=lambda t: t.speedup)
+    return (
+        f"no policy reaches {goal.speedup:g}x the source's speed: the fastest of {len(tried)} tried is {top.name!r} at "
+        f"{top.speedup:.2f}x; ask for less, or add layers=('conv', 'linear')"
+    )
+
+
+def _notes(metric: str, source: float, held: Sequence[Batch], max_drop: float, speedup: float | None) -> tuple[str, ...]:
+    count = sum(batch.samples for batch in held)
+    notes = []
+    if metric in ("accuracy", "agreement"):
+        spread = math.sqrt(max(source * (1 - source), 1 / count) / count)
+        notes.append(
+            f"One of {count} samples is {1 / count:.4f} of {metric}, its standard error about {spread:.4f}; the policy was "
+            "chosen on these samples, so check it on others."
+        )
+        if speedup is None and 0 < max_drop < 1 / count:
+            notes.append(f"max_drop {max_drop:g} is less than one sample: no prediction may get worse on balance.")
+    return tuple(notes)

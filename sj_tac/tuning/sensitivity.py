@@ -1,0 +1,187 @@
+"""What each layer loses and gains at each k, converted alone: predictions, outputs, firing rates and milliseconds."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from sj_tac import environment
+from sj_tac.conversion import convert_with, report
+from sj_tac.errors import PolicyError
+from sj_tac.files import write_text
+from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.measure import Decode, firing, milliseconds, scores
+from sj_tac.tuning.plots import heat_map
+from sj_tac.tuning.progress import Bar
+from sj_tac.tuning.space import Choice, Space
+
+Firing = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One layer converted alone, against the source on the same batches.
+
+    Attributes:
+        disagreement: share of samples whose predicted class differs; kl: KL(source || converted) of the softmax of the
+            class scores, in nats, mean over samples.
+        drift: spikes gained and lost, summed over the layers' mean rates, as a share of all spikes of the source.
+        ms_saved: of the first batch's run; speedup: source / converted. Medians of interleaved rounds.
+        refused: why the layer cannot take this setting; the figures are then None.
+    """
+
+    layer: str
+    mode: str
+    k: int
+    disagreement: float | None = None
+    kl: float | None = None
+    drift: float | None = None
+    ms_saved: float | None = None
+    speedup: float | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Effects of every layer, mode and k. ``print`` shows a table; ``save`` writes JSON and a heat map."""
+
+    effects: tuple[Effect, ...]
+    source_ms: float
+    samples: int
+    steps: int
+    rounds: int
+    machine: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """JSON at ``path``, the heat map (layers x k) as a PNG beside it. Raises WriteError, ImportError (no matplotlib)."""
+        write_text(path, self.to_json() + "\n")
+        picture = Path(path).with_suffix(".png")
+        heat_map(picture, [e for e in self.effects if not e.refused])
+        return picture
+
+    def __rich__(self) -> Table:
+        head = (
+            f"Each layer alone, {self.samples} samples of T = {self.steps}; the source takes {self.source_ms:.1f} ms a batch"
+        )
+        table = Table(title=head, title_justify="left")
+        table.add_column("layer", style="bold")
+        for column in ("mode", "k", "predictions changed", "KL, nats", "firing drift", "ms saved", "speed-up"):
+            table.add_column(column, justify="left" if column == "mode" else "right")
+        before = ""
+        for e in self.effects:
+            name = e.layer if e.layer != before else ""
+            before = e.layer
+            if e.refused:
+                table.add_row(name, e.mode, str(e.k), f"refused: {e.refused}")
+                continue
+            figures = (
+                f"{100 * (e.disagreement or 0):.1f} %", f"{e.kl:.2g}", f"{100 * (e.drift or 0):.1f} %", f"{e.ms_saved:.1f}",
+                f"{e.speedup:.2f}x",
+            )  # fmt: skip
+            table.add_row(name, e.mode, str(e.k), *figures)
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=shutil.get_terminal_size((125, 24)).columns).print(self)
+        return text.getvalue()
+
+
+def sensitivity(
+    model: nn.Module,
+    batches: Any,
+    ks: Sequence[int] = (2, 4, 8),
+    modes: Sequence[str] = ("preserve", "collapse"),
+    *,
+    layers: Sequence[str] = ("conv",),
+    rounds: int = 5,
+    decode: Decode | None = None,
+    backend: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> Sensitivity:
+    """Convert every layer alone, at every ``k`` and mode, and measure what that changes.
+
+    Args:
+        model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
+        batches: a few batches of frames [T, N, C, H, W] or (frames, labels), kept in memory. The first one is timed.
+        ks: at least 1; those above T are left out. modes: "preserve", "collapse".
+        layers: "conv", "linear": which layers are looked at.
+        rounds: timed rounds, source and converted nets in turns. decode: from the net's output to class scores [N, C], where
+            it is not [T, N, C] or [N, C]. seed: of random encoders in the net.
+
+    Raises:
+        ModelTypeError, TraceError, BackendError, ConversionError (no layer can be converted), PolicyError (ks or modes),
+        BatchError.
+    """
+    held = collect(batches, model)
+    example = held[0].frames[:, :1]
+    space = Space.of(model, ks, modes, layers, held[0].steps, example)
+    if rounds < 1:
+        raise PolicyError(f"sensitivity: rounds={rounds} must be at least 1")
+    expected = scores(model, held, decode, seed)
+    rates = firing(model, held)
+    effects, source = [], []
+    with Bar("sensitivity", len(space.layers) * len(space.aggregating), progress) as bar:
+        for layer in space.layers:
+            nets: dict[Choice, nn.Module] = {}
+            for choice in space.aggregating:
+                policy = space.policy({layer: choice})
+                try:
+                    nets[choice] = convert_with(model, policy, example_input=example, backend=backend)
+                except PolicyError as error:
+                    effects.append(Effect(layer, choice.mode, choice.k, refused=str(error)))
+            taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].frames, rounds)
+            source.append(taken[""])
+            for choice, net in nets.items():
+                effects.append(_effect(layer, choice, net, held, expected, rates, taken, decode, seed))
+                bar.step(f"{layer} {choice}")
+    order = {(layer, c.mode, c.k): i for i, (layer, c) in enumerate((x, c) for x in space.layers for c in space.aggregating)}
+    effects.sort(key=lambda e: order[e.layer, e.mode, e.k])
+    samples = sum(batch.samples for batch in held)
+    return Sensitivity(
+        tuple(effects), sorted(source)[len(source) // 2], samples, held[0].steps, rounds, environment.describe()
+    )
+
+
+def _effect(
+    layer: str, choice: Choice, net: nn.Module, held: Sequence[Batch], expected: Tensor, rates: Firing,
+    taken: dict[str, float], decode: Decode | None, seed: int,
+) -> Effect:  # fmt: skip
+    verdict = report(net)[layer]
+    if verdict.status != "converted":
+        return Effect(layer, choice.mode, choice.k, refused=f"{verdict.reason}: {verdict.detail}")
+    got = scores(net, held, decode, seed)
+    logs = torch.log_softmax(expected, 1), torch.log_softmax(got, 1)
+    kl = (logs[0].exp() * (logs[0] - logs[1])).sum(1).mean().item()
+    changed = firing(net, held)
+    spikes = sum(rate * neurons for rate, neurons in rates.values())
+    moved = sum(abs(changed[name][0] - rate) * neurons for name, (rate, neurons) in rates.items() if name in changed)
+    return Effect(
+        layer=layer,
+        mode=choice.mode,
+        k=choice.k,
+        disagreement=(expected.argmax(1) != got.argmax(1)).double().mean().item(),
+        kl=max(0.0, kl),
+        drift=moved / spikes if spikes else 0.0,
+        ms_saved=taken[""] - taken[str(choice)],
+        speedup=taken[""] / taken[str(choice)],
+    )

@@ -1,0 +1,165 @@
+"""Candidates of a search, each measured once on the whole converted net, from the log where it has them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from sj_tac import host
+from sj_tac.conversion import convert_with, report
+from sj_tac.errors import BatchError, PolicyError, SearchError
+from sj_tac.report import total_macs
+from sj_tac.tuning.batches import Batch
+from sj_tac.tuning.evidence import Trial
+from sj_tac.tuning.log import Log
+from sj_tac.tuning.measure import Decode, Metric, accuracy, labels_of, milliseconds, scores
+from sj_tac.tuning.progress import Bar
+from sj_tac.tuning.space import Choice, Choices, Space, described, read_choices
+
+Cost = Callable[[nn.Module], float]
+ROUNDS = 5  # of a candidate; finalists are measured again, side by side
+# What writing and reading one output of a convolution costs, in multiply-accumulates: a processor does some tens of them in
+# the time that 8 bytes take to memory and back. A first layer of few channels costs little else.
+MACS_PER_OUTPUT = 64
+
+
+class OutOfTime(Exception):
+    """The time limit of a search has passed."""
+
+
+@dataclass
+class Score:
+    """The metric, a number that is better when larger: "accuracy" and "agreement" (with the source), or the user's own."""
+
+    metric: str | Metric | None
+    batches: list[Batch]
+    decode: Decode | None
+    seed: int
+    expected: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    name: str = ""
+
+    def begin(self, source: nn.Module) -> float:
+        """Settle what is measured, and measure the source. Raises BatchError, SearchError, PolicyError."""
+        if callable(self.metric):
+            self.name = getattr(self.metric, "__qualname__", type(self.metric).__name__)
+            return self(source)
+        self.name = self.metric or ("accuracy" if self.batches[0].labels is not None else "agreement")
+        if self.name == "accuracy":
+            self.expected = labels_of(self.batches, 'metric="accuracy"')
+            return self(source)
+        if self.name != "agreement":
+            raise PolicyError(f"metric={self.metric!r}: there are 'accuracy', 'agreement', and functions of your own")
+        self.expected = scores(source, self.batches, self.decode, self.seed).argmax(1)
+        return 1.0
+
+    def __call__(self, net: nn.Module) -> float:
+        if not callable(self.metric):
+            return accuracy(scores(net, self.batches, self.decode, self.seed).argmax(1), self.expected)
+        given: list[Any] = [b.frames if b.labels is None else (b.frames, b.labels) for b in self.batches]
+        with host.looked_at(net):
+            torch.manual_seed(self.seed)
+            value = self.metric(net, given)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise SearchError(f"metric {self.name} returned {value!r} for {type(net).__name__}; it must be a finite number")
+        return number
+
+
+@dataclass
+class Trials:
+    """Measures candidates; what was measured before, in this process or by the log, is not measured again."""
+
+    source: nn.Module
+    batches: Sequence[Batch]
+    space: Space
+    score: Score
+    backend: str
+    rounds: int
+    cost: Cost | None
+    log: Log
+    bar: Bar
+    deadline: float
+    fresh: int = 0
+
+    def __post_init__(self) -> None:
+        self.done = {entry["name"]: Trial(**entry) for entry in self.log.entries if "name" in entry}
+        self.tried: dict[str, Trial] = {}
+        # Candidates are timed in turns with one converted net: the source takes several times as long.
+        self.reference = self.net(self.space.all(Choice(self.space.modes[0], self.space.ks[0])))
+        self.macs = {v.layer: v.macs_before or 0 for v in report(self.reference).verdicts}
+        self.baseline = self._baseline()
+
+    def __call__(self, choices: Choices) -> Trial:
+        """The trial of one candidate. Raises OutOfTime where it would have to be measured and time is up."""
+        name = self.space.name(choices)
+        if name not in self.tried:
+            if name not in self.done:
+                if time.monotonic() > self.deadline:
+                    raise OutOfTime
+                trial = self._measure(choices, name)
+                self.log.add(asdict(trial))
+                self.done[name] = trial
+                self.fresh += 1
+            self.tried[name] = self.done[name]
+            self.bar.step(name)
+        return self.tried[name]
+
+    def net(self, choices: Choices) -> nn.Module:
+        """The candidate converted, with MACs in its report. Raises PolicyError where a layer refuses."""
+        example = self.batches[0].frames[:, :1]
+        return convert_with(self.source, self.space.policy(choices), example_input=example, backend=self.backend)
+
+    def _measure(self, choices: Choices, name: str) -> Trial:
+        plain, uniform = described(choices), self.space.is_uniform(choices)
+        try:
+            net = self.net(choices)
+        except PolicyError as error:
+            return Trial(plain, name, uniform, refused=str(error))
+        try:
+            metric = self.score(net)
+        except BatchError as error:
+            raise SearchError(f"the converted net {name!r} cannot be measured: {error}") from error
+        verdicts = report(net).verdicts
+        macs, work = total_macs(verdicts)[1], int(sum((v.macs_after or 0) * self.weight(v.layer) for v in verdicts))
+        if self.cost is not None:
+            return Trial(plain, name, uniform, metric, self.baseline["source"] / self.cost(net), None, macs, work)
+        taken = milliseconds({"reference": self.reference, "net": net}, self.batches[0].frames, ROUNDS)
+        speedup = self.baseline["source"] / self.baseline["reference"] * taken["reference"] / taken["net"]
+        return Trial(plain, name, uniform, metric, speedup, taken["net"], macs, work)
+
+    def weight(self, layer: str) -> float:
+        """What a multiply-accumulate of this layer costs with its share of the output's traffic."""
+        weight = getattr(self.source.get_submodule(layer), "weight", None)
+        return 1.0 if weight is None else 1 + MACS_PER_OUTPUT / weight[0].numel()
+
+    def _baseline(self) -> dict[str, float]:
+        """What the source and the reference cost: measured once for a log."""
+        for entry in self.log.entries:
+            if "baseline" in entry:
+                return dict(entry["baseline"])
+        if self.cost is not None:
+            taken = {"source": float(self.cost(self.source))}
+        else:
+            taken = milliseconds({"source": self.source, "reference": self.reference}, self.batches[0].frames, self.rounds)
+        self.log.add({"baseline": taken})
+        return taken
+
+    def side_by_side(self, finalists: Sequence[Trial]) -> dict[str, float]:
+        """Milliseconds of the source and all finalists in turns, from the log where it has just these."""
+        names = sorted(t.name for t in finalists)
+        for entry in self.log.entries:
+            if entry.get("final") == names:
+                return dict(entry["ms"])
+        nets = {t.name: self.net(read_choices(t.choices, self.space.layers)) for t in finalists}
+        taken = milliseconds({"source": self.source, **nets}, self.batches[0].frames, self.rounds, enough=3.0)
+        self.log.add({"final": names, "ms": taken})
+        return taken
