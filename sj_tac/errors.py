@@ -47,7 +47,9 @@ class SearchError(SjTacError, RuntimeError):
 
 
 class WriteError(SjTacError, OSError):
-    """A file could not be written; what stood at its path before still does."""
+    """A file could not be written; what stood at its path before still does. ``policy``: what a search had found by then."""
+
+    policy: Any = None
 
 
 class BatchNormMovedWarning(UserWarning):

@@ -116,7 +116,7 @@ def _checked(item: Any, number: int) -> Batch:
 def _labels(labels: Any, shape: list[int], number: int) -> Tensor | None:
     if labels is None:
         return None
-    labels = torch.as_tensor(labels)
+    labels = labels if isinstance(labels, Tensor) else torch.as_tensor(labels)
     if labels.dim() != 1 or labels.is_floating_point() or len(labels) != shape[1]:
         swapped = labels.dim() >= 1 and len(labels) == shape[0]
         hint = "; the frames look like [N, T, ...]: transpose(0, 1) puts time first" if swapped else ""
@@ -124,4 +124,5 @@ def _labels(labels: Any, shape: list[int], number: int) -> Tensor | None:
             f"batch {number} has labels of shape {list(labels.shape)} ({labels.dtype}) for frames {shape}; "
             f"expected {shape[1]} class indices [N]{hint}"
         )
-    return labels.to(torch.int64)
+    found: Tensor = labels.long()
+    return found

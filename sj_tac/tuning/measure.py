@@ -116,8 +116,8 @@ def in_turns(
 def milliseconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int, enough: float = 0.5) -> dict[str, float]:
     """Medians of interleaved runs on frames [T, N, ...]; the nets are left as they were.
 
-    In its turn every net runs twice, and the second run counts: in use a net follows itself, not another that just filled the
-    caches. Short runs get more rounds, up to five times as many, until ``enough`` seconds have been measured.
+    In its turn every net runs twice, and the second run counts: in use a net follows itself, not another that just filled
+    the caches. Short runs get more rounds, up to five times as many, until ``enough`` seconds have been measured.
     """
     with ExitStack() as stack:
         for net in nets.values():

@@ -1,8 +1,8 @@
 """Do the frames of a sample carry order? A permutation test of neighbouring frames, in memory that does not grow.
 
 The statistic is the mean squared distance between neighbouring frames over that between any two frames of the sample: the
-ratio of von Neumann ("Distribution of the ratio of the mean square successive difference to the variance", Annals of Mathematical
-Statistics 12, 1941), for vectors. Frames that may be exchanged give 1 on average, whatever their distribution.
+ratio of von Neumann ("Distribution of the ratio of the mean square successive difference to the variance", Annals of
+Mathematical Statistics 12, 1941), for vectors. Frames that may be exchanged give 1 on average, whatever their distribution.
 """
 
 from __future__ import annotations

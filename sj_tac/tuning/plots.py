@@ -11,7 +11,8 @@ from sj_tac.files import write_whole
 BLUE, GREY, RED = "#2a6fbb", "#8c8c8c", "#c0392b"
 
 
-def _pyplot() -> Any:
+def require() -> Any:
+    """matplotlib.pyplot, drawing to files. Raises ImportError: not installed."""
     try:
         import matplotlib
 
@@ -31,16 +32,16 @@ def _save(figure: Any, path: Path, pyplot: Any) -> None:
 
 def heat_map(path: Path, effects: Sequence[Any]) -> None:
     """Layers x k: one map for the predictions that change, one for the milliseconds saved; a row of maps for each mode."""
-    pyplot: Any = _pyplot()
+    pyplot = require()
     modes = list(dict.fromkeys(e.mode for e in effects)) or ["preserve"]
     layers, ks = list(dict.fromkeys(e.layer for e in effects)), sorted({e.k for e in effects})
     size = (2 * (2.2 + 0.9 * len(ks)), len(modes) * (1.4 + 0.42 * max(1, len(layers))))
     figure, axes = pyplot.subplots(len(modes), 2, figsize=size, squeeze=False)
-    shown = (("predictions changed, %", "Reds", lambda e: 100 * e.disagreement), ("ms saved", "Blues", lambda e: e.ms_saved))
+    shown = (("predictions changed, %", "Reds", "disagreement", 100), ("ms saved", "Blues", "ms_saved", 1))
     for row, mode in enumerate(modes):
-        for column, (title, colours, value) in enumerate(shown):
+        for column, (title, colours, figure_of, unit) in enumerate(shown):
             axis = axes[row][column]
-            values = {(e.layer, e.k): value(e) for e in effects if e.mode == mode}
+            values = {(e.layer, e.k): unit * getattr(e, figure_of) for e in effects if e.mode == mode}
             grid = [[values.get((layer, k), float("nan")) for k in ks] for layer in layers]
             top = max(1e-9, *values.values()) if values else 1.0
             axis.imshow(grid, cmap=colours, aspect="auto", vmin=0, vmax=top)
@@ -59,7 +60,7 @@ def heat_map(path: Path, effects: Sequence[Any]) -> None:
 
 def frontier_plot(path: Path, title: str, metric: str, points: Sequence[Any], best: Sequence[Any], chosen: Any) -> None:
     """Speed-up against metric: everything tried, uniform policies as squares, the frontier as a line, what was chosen."""
-    pyplot = _pyplot()
+    pyplot = require()
     figure, axis = pyplot.subplots(figsize=(7, 4.6))
     for uniform, marker, colour, label in ((False, "o", GREY, "tried"), (True, "s", BLUE, "the same in every layer")):
         some = [p for p in points if p.uniform == uniform]

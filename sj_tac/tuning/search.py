@@ -13,9 +13,10 @@ from torch import nn
 
 from sj_tac import environment
 from sj_tac.conversion import check_plain
-from sj_tac.errors import PolicyError, SearchError
+from sj_tac.errors import PolicyError, SearchError, WriteError
 from sj_tac.kernels import registry
 from sj_tac.policy import Policy
+from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.diagnosis import Diagnosis, diagnose
 from sj_tac.tuning.evidence import Evidence, Trial, cheapest, simplicity
@@ -89,21 +90,26 @@ def search(
         max_drop: how much of the metric may be lost, absolutely (0.01: one point of accuracy).
         speedup: search the best metric at this speed, at the least, instead; ``max_drop`` then has no say.
         time_limit: seconds after which nothing new is tried.
-        ks: None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T. modes: the first is searched layer by layer, the others on what that
-            finds. layers: "conv", "linear". rounds: timed rounds of the finalists. cost: a function of a net (milliseconds on another
-            device, joules) that takes the place of measured time. decode: from the net's output to class scores [N, C].
-        seed: of random encoders in the net. log: a JSON-lines file; after a kill, the same call goes on from it.
-        out: writes the evidence as JSON, and the Pareto frontier as PNG beside it.
+        ks: None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T. layers: "conv", "linear".
+        modes: the first is searched layer by layer, the others on what that finds.
+        rounds: timed rounds of the finalists. cost: a function of a net (milliseconds on another device, joules) that takes
+            the place of measured time.
+        decode: from the net's output to class scores [N, C]. seed: of random encoders in the net.
+        log: a JSON-lines file; after a kill, the same call goes on from it.
+        out: writes the evidence as JSON, and the Pareto frontier as PNG beside it (needs matplotlib).
 
     Returns:
         The policy; ``policy.evidence`` has everything tried, ``policy.save(path)`` writes it.
 
     Raises:
         SearchError: no policy meets the goal or is faster than the source, the metric is no number, or ``log`` is another
-            search's; its ``evidence`` attribute says what was tried. BatchError, PolicyError, WriteError, ConversionError
-            (no layer can be converted), ModelTypeError, TraceError, BackendError.
+            search's; its attribute ``evidence`` says what was tried. WriteError: ``log`` or ``out`` cannot be written; its
+            attribute ``policy`` is what had been found. BatchError, PolicyError, ModelTypeError, TraceError, BackendError,
+            and ConversionError: no layer can be converted.
     """
     begun = time.monotonic()
+    if out is not None:
+        plots.require()
     _check_numbers(max_drop, speedup, time_limit, rounds)
     check_plain(model)
     held = collect(batches, model)
@@ -137,14 +143,18 @@ def search(
         notes=_notes(score.name, source, held, max_drop, speedup),
         machine=environment.describe(),
     )
-    if out is not None:
-        evidence.save(out)
     if chosen is None:
         error = SearchError(problem)
         error.evidence = evidence
         raise error
     policy = space.policy(read_choices(chosen.choices, space.layers))
     policy._evidence = evidence
+    if out is not None:
+        try:
+            evidence.save(out)
+        except WriteError as failed:
+            failed.policy = policy
+            raise
     return policy
 
 
