@@ -17,13 +17,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from spikingjelly.activation_based import functional
-from timing import SOURCE, host_configurations, in_turns
 from torch import nn
 from training import LOSSES, Data, Loss, Recipe, RunError, Workers, fit, predict, write_whole
 
 import sj_tac
 from sj_tac import Policy, environment, experimental
 from sj_tac.report import total_macs
+from sj_tac.tuning.bench import SOURCE, host_configurations
+from sj_tac.tuning.measure import in_turns
 
 # Policies of the user's, each with the k where it does not say one.
 Own = Mapping[str, tuple[Policy, int]]

@@ -7,6 +7,7 @@ attributes of their own and which has no functions for the steps of a neuron.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -330,6 +331,16 @@ def forget_reset_cache(model: nn.Module) -> None:
     """``reset_net`` caches a net's module list; call this after every change to a net's modules."""
     if IS_V2:
         functional.invalidate_reset_cache(model)
+
+
+def folded(model: nn.Module) -> nn.Module | None:
+    """A copy in eval mode whose BatchNorms the host has folded into its convolutions; None where the host cannot."""
+    try:
+        from spikingjelly.activation_based.functional import conv_bn_fusion
+    except ImportError:  # the host before 2.0
+        return None
+    made: nn.Module = conv_bn_fusion.fuse_conv_bn_eval_modules(copy.deepcopy(model, detached_memories(model)).eval())
+    return made
 
 
 def detached_memories(model: nn.Module) -> dict[int, Any]:

@@ -58,6 +58,33 @@ def heat_map(path: Path, effects: Sequence[Any]) -> None:
     _save(figure, path, pyplot)
 
 
+def bars(path: Path, tables: Sequence[Any]) -> None:
+    """Accuracy (agreement where there are no labels) and speed-up of every row, a column for each table."""
+    pyplot = require()
+    figure, axes = pyplot.subplots(2, len(tables), figsize=(6 * len(tables), 6.5), squeeze=False, sharey="row")
+    for column, table in enumerate(tables):
+        rows = table.rows
+        names = [r.name.replace(", ", ",\n") for r in rows]
+        labelled = rows[0].accuracy is not None
+        right = [100 * (r.accuracy if labelled else r.agreement) for r in rows]
+        kinds = (
+            ("accuracy %" if labelled else "agreement %", right, "%.1f"),
+            ("speed-up over the best SpikingJelly row", [r.speedup for r in rows], "%.2fx"),
+        )
+        for row, (label, values, form) in enumerate(kinds):
+            axis = axes[row][column]
+            colours = [GREY if r.host else BLUE for r in rows]
+            axis.bar_label(axis.bar(range(len(names)), values, color=colours), fmt=form, padding=2, fontsize=8)
+            axis.set_xticks(range(len(names)), names if row else [], rotation=35, ha="right", fontsize=8)
+            axis.set_ylabel(label if column == 0 else "", fontsize=9)
+            axis.margins(y=0.15)
+            axis.spines[["top", "right"]].set_visible(False)
+            if not row:
+                axis.set_title(table.title, fontsize=10)
+    figure.tight_layout()
+    _save(figure, path, pyplot)
+
+
 def frontier_plot(path: Path, title: str, metric: str, points: Sequence[Any], best: Sequence[Any], chosen: Any) -> None:
     """Speed-up against metric: everything tried, uniform policies as squares, the frontier as a line, what was chosen."""
     pyplot = require()

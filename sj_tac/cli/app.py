@@ -1,0 +1,271 @@
+"""``sj-tac``: plan, convert, diagnose, sensitivity, search, bench, env.
+
+Exit status: 0 done; 1 the answer is no (nothing can be converted, no policy meets the goal); 2 wrong input; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sj_tac import environment
+from sj_tac.afterwards import recalibrate as recalibrate_
+from sj_tac.cli import load
+from sj_tac.conversion import plan as plan_
+from sj_tac.conversion import report
+from sj_tac.convert import convert as convert_
+from sj_tac.errors import ConversionError, SearchError, SjTacError
+from sj_tac.files import write_whole
+from sj_tac.policy import Policy
+from sj_tac.tuning.batches import read
+from sj_tac.tuning.bench import bench as bench_
+from sj_tac.tuning.diagnosis import diagnose as diagnose_
+from sj_tac.tuning.search import search as search_
+from sj_tac.tuning.sensitivity import sensitivity as sensitivity_
+
+app = typer.Typer(
+    name="sj-tac",
+    help=(
+        "Temporal aggregation for pretrained SpikingJelly nets. A model is given as package.module:factory, data as a .npy, "
+        ".npz or .pt of frames [T, N, C, H, W] (with labels [N]) or as package.module:factory.\n\n"
+        "Exit status: 0 done; 1 nothing can be converted, or no policy meets the goal; 2 wrong input; 130 interrupted."
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str, typer.Argument(help="package.module:factory, called without arguments; it returns the net")]
+Checkpoint = Annotated[Path | None, typer.Option(help="its state_dict (torch.save), loaded with weights_only")]
+Data = Annotated[str, typer.Option(help="frames: .npy, .npz, .pt, or package.module:factory")]
+Sample = Annotated[str | None, typer.Option(help="frames, as a sample input: .npy, .npz, .pt, or package.module:factory")]
+BatchSize = Annotated[int, typer.Option(min=1, help="what frames of a file are divided into")]
+BatchFirst = Annotated[bool, typer.Option("--batch-first", help="frames are [N, T, ...] instead of [T, N, ...]")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table")]
+PolicyOption = Annotated[str, typer.Option(help="preserve, collapse, keep, or a policy file")]
+K = Annotated[int, typer.Option(help="frames per convolution where the policy does not say")]
+Rounds = Annotated[int, typer.Option(min=1, help="timed rounds; medians are shown")]
+Seed = Annotated[int, typer.Option(help="of everything random")]
+Kinds = Annotated[list[str], typer.Option("--layers", help="conv, linear; may be given again")]
+Modes = Annotated[list[str], typer.Option("--mode", help="preserve, collapse; may be given again")]
+EPILOG = "Example: "
+
+
+def _show(result: Any, as_json: bool) -> None:
+    if as_json:
+        print(result.to_json())
+    else:
+        console = Console()
+        (console if console.is_terminal else Console(width=125)).print(
+            result if hasattr(result, "__rich__") else str(result)
+        )
+
+
+def _example(held: list[Any] | None) -> Any:
+    """One sample [T, 1, ...] of the batches, as an example input."""
+    return None if held is None else next(read(held)).frames[:, :1]
+
+
+@app.command(epilog=EPILOG + "sj-tac plan nets:DigitNet --policy collapse --k 4 --data digits.npz")
+def plan(
+    model: Model,
+    checkpoint: Checkpoint = None,
+    policy: PolicyOption = "preserve",
+    k: K = 2,
+    data: Sample = None,
+    batch_first: BatchFirst = False,
+    as_json: AsJson = False,
+) -> None:
+    """A dry run: what would become of every convolution, and why. Exit status 1 where none can be converted."""
+    held = load.batches(data, 1, batch_first) if data else None
+    found = plan_(load.model(model, checkpoint), policy, k, example_input=_example(held))
+    _show(found, as_json)
+    if not found.converted:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=EPILOG + "sj-tac convert nets:EventNet --checkpoint events.pt --policy policy.yaml --out fast.pt")
+def convert(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="the converted net (torch.save; load it with weights_only=False)")],
+    checkpoint: Checkpoint = None,
+    policy: Annotated[str, typer.Option(help="preserve, collapse, a policy file, or auto (needs --data)")] = "preserve",
+    k: K = 2,
+    data: Sample = None,
+    recalibrate: Annotated[bool, typer.Option("--recalibrate", help="re-estimate BatchNorms on --data")] = False,
+    batch_size: BatchSize = 32,
+    batch_first: BatchFirst = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a net and save it whole: class, weights and policy. Its state_dict fits the source's class, strictly."""
+    net = load.model(model, checkpoint)
+    held = load.batches(data, batch_size, batch_first) if data else None
+    if held is None and (recalibrate or policy == "auto"):
+        raise load.UsageError(f"{'--recalibrate' if recalibrate else '--policy auto'} needs --data, batches to measure on")
+    calibration = held if policy == "auto" else None
+    fast = convert_(net, policy, k, example_input=_example(held), calibration=calibration)
+    if recalibrate:
+        recalibrate_(fast, held)
+    write_whole(out, lambda draft: torch.save(fast, draft))
+    _show(report(fast), as_json)
+    print(f"Written: {out}", file=sys.stderr)
+
+
+@app.command(epilog=EPILOG + "sj-tac diagnose --data gestures.npz")
+def diagnose(
+    data: Data,
+    model: Annotated[str | None, typer.Argument(help="package.module:factory: test every layer's input, too")] = None,
+    checkpoint: Checkpoint = None,
+    level: Annotated[float, typer.Option(help="of the tests")] = 0.05,
+    margin: Annotated[float, typer.Option(help="effects up to this are negligible")] = 0.05,
+    batch_size: BatchSize = 32,
+    batch_first: BatchFirst = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Is time signal (preserve it) or noise (collapse it) in this data?"""
+    net = None if model is None else load.model(model, checkpoint)
+    try:
+        found = diagnose_(load.batches(data, batch_size, batch_first), net, level=level, margin=margin, seed=seed)
+    except ValueError as error:
+        raise error if isinstance(error, SjTacError) else load.UsageError(str(error)) from error
+    _show(found, as_json)
+
+
+@app.command(epilog=EPILOG + "sj-tac sensitivity nets:EventNet --checkpoint events.pt --data events.npz --out layers.json")
+def sensitivity(
+    model: Model,
+    data: Data,
+    checkpoint: Checkpoint = None,
+    ks: Annotated[list[int], typer.Option("--k", help="may be given again")] = [2, 4, 8],  # noqa: B006
+    modes: Modes = ["preserve", "collapse"],  # noqa: B006
+    layers: Kinds = ["conv"],  # noqa: B006
+    rounds: Rounds = 5,
+    out: Annotated[Path | None, typer.Option(help="JSON, and a heat map as PNG beside it")] = None,
+    batch_size: BatchSize = 32,
+    batch_first: BatchFirst = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Convert every layer alone: what it changes, and what it saves."""
+    net, held = load.model(model, checkpoint), load.batches(data, batch_size, batch_first)
+    found = sensitivity_(net, held, ks, modes, layers=layers, rounds=rounds, seed=seed)
+    if out is not None:
+        found.save(out)
+    _show(found, as_json)
+
+
+@app.command(epilog=EPILOG + "sj-tac search nets:EventNet --checkpoint events.pt --data events.npz --out policy.yaml")
+def search(
+    model: Model,
+    data: Data,
+    out: Annotated[Path, typer.Option(help="the policy file that is written")],
+    checkpoint: Checkpoint = None,
+    metric: Annotated[str | None, typer.Option(help="accuracy, agreement, or package.module:function(net, batches)")] = None,
+    max_drop: Annotated[float, typer.Option(help="of the metric, absolute")] = 0.01,
+    speedup: Annotated[float | None, typer.Option(help="search the best metric at this speed instead")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="seconds")] = None,
+    ks: Annotated[list[int] | None, typer.Option("--k", help="may be given again (default: 1, 2, 3, 4, 6, 8 ... T)")] = None,
+    modes: Modes = ["preserve", "collapse"],  # noqa: B006
+    layers: Kinds = ["conv"],  # noqa: B006
+    rounds: Rounds = 9,
+    log: Annotated[Path | None, typer.Option(help="goes on from here after a kill")] = None,
+    evidence: Annotated[Path | None, typer.Option(help="JSON of everything tried, and the Pareto frontier as PNG")] = None,
+    batch_size: BatchSize = 32,
+    batch_first: BatchFirst = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """The fastest policy within an accuracy budget, as a policy file. Exit status 1 where there is none."""
+    net, held = load.model(model, checkpoint), load.batches(data, batch_size, batch_first)
+    measure: Any = load.factory(metric, "metric") if metric and ":" in metric else metric
+    found = search_(
+        net, held, metric=measure, max_drop=max_drop, speedup=speedup, time_limit=time_limit, ks=ks or None, modes=modes,
+        layers=layers, rounds=rounds, log=log, out=evidence, seed=seed,
+    )  # fmt: skip
+    found.save(out)
+    _show(found.evidence, as_json)
+    print(f"Written: {out}", file=sys.stderr)
+
+
+@app.command(epilog=EPILOG + "sj-tac bench nets:DigitNet --data digits.npz --policy preserve:2 --policy policy.yaml")
+def bench(
+    model: Model,
+    data: Data,
+    checkpoint: Checkpoint = None,
+    policies: Annotated[list[str], typer.Option("--policy", help="mode:k or a policy file; again for more rows")] = [  # noqa: B006
+        "preserve:2",
+        "preserve:4",
+        "collapse:4",
+    ],
+    rounds: Rounds = 9,
+    compiled: Annotated[bool, typer.Option("--compile", help="compare with torch.compile as well (minutes)")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON, and a PNG beside it")] = None,
+    batch_size: BatchSize = 100,
+    batch_first: BatchFirst = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """The net beside its conversions: accuracy, agreement, firing rate, MACs, milliseconds."""
+    net, held = load.model(model, checkpoint), load.batches(data, batch_size, batch_first)
+    rows = dict(_row(text) for text in policies)
+    found = bench_(net, held, rows, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed)
+    if out is not None:
+        found.save(out)
+    _show(found, as_json)
+
+
+def _row(text: str) -> tuple[str, tuple[Any, int]]:
+    """The name, policy and k of "preserve:2" or of a file."""
+    mode, _, k = text.partition(":")
+    if mode not in ("preserve", "collapse"):
+        return text, (Policy.load(text), 2)
+    if not k.isdigit():
+        raise load.UsageError(f"--policy {text!r}: write the k after a colon, as in {mode}:4, or name a policy file")
+    return f"{mode} k={k}", (mode, int(k))
+
+
+@app.command(epilog=EPILOG + "sj-tac env --json")
+def env(as_json: AsJson = False) -> None:
+    """Machine and versions: what belongs into a report of a problem or of a figure."""
+    found = environment.describe()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(show_header=False)
+    for key, value in found.items():
+        table.add_row(key, str(value))
+    Console().print(table)
+
+
+def main() -> None:
+    """The command, with every known error as one message on stderr."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as done:
+        raise SystemExit(done.exit_code) from None
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except (SjTacError, ImportError) as error:
+        print(f"sj-tac: {error}", file=sys.stderr)
+        answer_is_no = isinstance(error, SearchError) or type(error) is ConversionError
+        raise SystemExit(1 if answer_is_no else 2) from None
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # of the parser's own errors
+        if usage is None:
+            raise
+        print(f"sj-tac: {usage()}; see sj-tac --help", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,174 @@
+"""What the command line names, as objects: a model's factory, its checkpoint, and data."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sj_tac.errors import SjTacError
+from sj_tac.policy import nearest
+
+SUFFIXES = (".npy", ".npz", ".pt")
+FRAMES, LABELS = ("frames", "x", "data"), ("labels", "y", "targets")
+WRAPPED = ("state_dict", "model", "net", "model_state_dict")
+
+
+class UsageError(SjTacError, ValueError):
+    """What a command line names does not exist, or is something else."""
+
+
+def factory(spec: str, what: str) -> Any:
+    """The object of ``package.module:name``; the current folder is searched first. Raises UsageError."""
+    module_name, colon, attribute = spec.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UsageError(f"{what} {spec!r} is not written as package.module:factory")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(
+            f"{what} {spec!r}: {module_name} cannot be imported ({error}); modules are looked for in the current folder, "
+            "in PYTHONPATH and among installed packages"
+        ) from error
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [name for name in vars(module) if not name.startswith("_")]
+            raise UsageError(f"{what} {spec!r}: {module_name} has no {attribute!r}; {nearest(attribute, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def _called(spec: str, what: str) -> Any:
+    found = factory(spec, what)
+    if isinstance(found, (nn.Module, Tensor, list, tuple)) or not callable(found):
+        return found
+    try:
+        return found()
+    except TypeError as error:
+        raise UsageError(
+            f"{what} {spec!r} cannot be called without arguments ({error}); name a function that can"
+        ) from error
+
+
+def model(spec: str, checkpoint: Path | None) -> nn.Module:
+    """The net that ``package.module:factory`` returns, in eval mode, with the weights of a checkpoint. Raises UsageError."""
+    net = _called(spec, "model")
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"model {spec!r} returned a {type(net).__name__}; a factory returns a torch.nn.Module")
+    if checkpoint is not None:
+        weights = _state_dict(_torch_file(checkpoint, "checkpoint"), checkpoint)
+        try:
+            net.load_state_dict(weights)
+        except RuntimeError as error:
+            told = " ".join(str(error).split())
+            raise UsageError(f"checkpoint {checkpoint} does not fit {spec}: {told[:600]}") from error
+    return net.eval()
+
+
+def _torch_file(path: Path, what: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{what} {path} does not exist") from None
+    except Exception as error:  # torch raises anything from EOFError to UnpicklingError here
+        raise UsageError(
+            f"{what} {path} cannot be read as plain tensors ({type(error).__name__}); a file of torch.save with a "
+            "state_dict or tensors is wanted, pickled objects are not loaded"
+        ) from error
+
+
+def _state_dict(content: Any, path: Path) -> dict[str, Any]:
+    if isinstance(content, dict):
+        if all(isinstance(value, Tensor) for value in content.values()):
+            return content
+        for key in WRAPPED:
+            if isinstance(content.get(key), dict):
+                return dict(content[key])
+        raise UsageError(f"checkpoint {path} has keys {list(content)[:8]}; none of {WRAPPED} holds a state_dict")
+    raise UsageError(f"checkpoint {path} holds a {type(content).__name__}, not a state_dict")
+
+
+def batches(spec: str, batch_size: int, batch_first: bool) -> list[Any]:
+    """Batches of frames [T, N, ...] or (frames, labels), from a file of frames or from ``package.module:factory``.
+
+    Args:
+        spec: a .npy of frames, a .npz or .pt of ``frames`` and, where there are any, ``labels``; or a factory that returns
+            batches, a tensor, or a pair (frames, labels).
+        batch_size: what a single tensor is divided into. batch_first: frames are [N, T, ...].
+
+    Raises:
+        UsageError: no such file, another content, or a factory that fails.
+    """
+    path = Path(spec)
+    found: Any
+    if path.suffix in SUFFIXES:
+        found = _file(path)
+    elif ":" in spec:
+        found = _called(spec, "data")
+    else:
+        raise UsageError(f"data {spec!r} is neither a file of frames ({', '.join(SUFFIXES)}) nor package.module:factory")
+    if isinstance(found, Tensor):
+        found = (found, None)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
+        if not isinstance(found, Iterable):
+            raise UsageError(
+                f"data {spec!r} is a {type(found).__name__}; frames, a pair (frames, labels) or batches are wanted"
+            )
+        return [_turned(item) for item in found] if batch_first else list(found)
+    frames, labels = found
+    if batch_first and frames.dim() >= 2:
+        frames = frames.transpose(0, 1)
+    if frames.dim() < 3:
+        raise UsageError(f"data {spec!r} has shape {list(frames.shape)}; frames are [T, N, C, H, W]")
+    parts = frames.split(batch_size, dim=1)
+    if labels is None:
+        return list(parts)
+    if len(labels) != frames.shape[1]:
+        hint = "; --batch-first turns [N, T, ...] round" if len(labels) == frames.shape[0] else ""
+        raise UsageError(f"data {spec!r} has {len(labels)} labels for frames {list(frames.shape)}, [T, N, ...]{hint}")
+    return [(part, labels[i * batch_size : (i + 1) * batch_size]) for i, part in enumerate(parts)]
+
+
+def _turned(item: Any) -> Any:
+    return (item[0].transpose(0, 1), item[1]) if isinstance(item, (tuple, list)) else item.transpose(0, 1)
+
+
+def _file(path: Path) -> Any:
+    if path.suffix == ".pt":
+        found = _torch_file(path, "data")
+        if isinstance(found, (tuple, list)):
+            return tuple(found) if len(found) == 2 else list(found)
+        return _named(found, path) if isinstance(found, dict) else found
+    try:
+        found = np.load(path)
+        if path.suffix == ".npy":
+            return torch.from_numpy(found)
+        with found:
+            arrays = {name: torch.from_numpy(found[name]) for name in found.files}
+    except FileNotFoundError:
+        raise UsageError(f"data {path} does not exist") from None
+    except Exception as error:  # numpy raises anything from EOFError to zipfile.BadZipFile here
+        raise UsageError(f"data {path} cannot be read ({type(error).__name__}: {error})") from error
+    return _named(arrays, path)
+
+
+def _named(arrays: dict[str, Any], path: Path) -> Any:
+    frames = next((arrays[name] for name in FRAMES if name in arrays), None)
+    labels = next((arrays[name] for name in LABELS if name in arrays), None)
+    if frames is None and len(arrays) == 1:
+        (frames,) = arrays.values()
+    if not isinstance(frames, Tensor):
+        raise UsageError(
+            f"data {path} holds {list(arrays)}; frames are expected under 'frames', class indices under 'labels'"
+        )
+    return frames, labels

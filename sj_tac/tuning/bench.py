@@ -1,0 +1,183 @@
+"""A model beside its conversions: accuracy, agreement, firing rate, MACs and time, in one table."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from sj_tac import environment, host
+from sj_tac.conversion import convert_with, plan, report
+from sj_tac.errors import PolicyError
+from sj_tac.files import write_text
+from sj_tac.report import total_macs
+from sj_tac.tuning import plots
+from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.measure import Decode, accuracy, firing, labels_of, milliseconds, scores
+from sj_tac.tuning.progress import Bar
+
+SOURCE = "SpikingJelly"
+FOLDED = "SpikingJelly, BN folded"
+COMPILED = "SpikingJelly, BN folded, torch.compile"
+
+
+def host_configurations(net: nn.Module, compiled: bool = False) -> dict[str, nn.Module]:
+    """What a converted net is compared with: the source as it is, with SpikingJelly's own conv-BN folding, and compiled."""
+    folded = host.folded(net)
+    found = {SOURCE: net} if folded is None else {SOURCE: net, FOLDED: folded}
+    if compiled:
+        again: Any = host.folded(net)
+        found[COMPILED] = cast(nn.Module, torch.compile(net if again is None else again))
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One net. ``accuracy``: None without labels; ``agreement``: share of the source's predictions that it shares;
+    ``firing``: spikes per neuron and step; ``macs``: of the convolutions, per sample; ``ms``: of the first batch, a median;
+    ``speedup``: over the fastest of SpikingJelly's rows."""
+
+    name: str
+    host: bool
+    accuracy: float | None
+    agreement: float
+    firing: float
+    macs: int
+    ms: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture."""
+
+    title: str
+    rows: tuple[Row, ...]
+    samples: int
+    timed: tuple[int, ...]
+    rounds: int
+    machine: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Row:
+        """The row of that name. Raises KeyError."""
+        return {row.name: row for row in self.rows}[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """JSON at ``path``, accuracy and speed-up as bars in a PNG beside it. Raises WriteError, ImportError."""
+        write_text(path, self.to_json() + "\n")
+        picture = Path(path).with_suffix(".png")
+        plots.bars(picture, [self])
+        return picture
+
+    def __rich__(self) -> Table:
+        about = (
+            f"Agreement: same prediction as {SOURCE}. Speed-up: over the fastest SpikingJelly row; medians of {self.rounds} "
+            f"rounds in turns or more, input {list(self.timed)}."
+        )
+        table = Table(title=self.title, title_justify="left", caption=about, caption_justify="left")
+        table.add_column("net")
+        for column in ("accuracy %", "agreement %", "firing rate", "conv MACs/sample", "ms/batch", "speed-up"):
+            table.add_column(column, justify="right")
+        for r in self.rows:
+            table.add_row(
+                r.name,
+                "-" if r.accuracy is None else f"{100 * r.accuracy:.1f}",
+                f"{100 * r.agreement:.1f}",
+                f"{r.firing:.3f}",
+                f"{r.macs / 1e6:.1f} M",
+                f"{r.ms:.1f}",
+                f"{r.speedup:.2f}x",
+            )
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=shutil.get_terminal_size((125, 24)).columns).print(self)
+        return text.getvalue()
+
+
+def bench(
+    model: nn.Module,
+    batches: Any,
+    policies: Mapping[str, tuple[Any, int]],
+    *,
+    title: str = "",
+    rounds: int = 9,
+    compiled: bool = False,
+    decode: Decode | None = None,
+    backend: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+) -> Bench:
+    """Measure the model and its conversions on the same batches; the first batch is timed.
+
+    Args:
+        model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
+        batches: frames [T, N, C, H, W] or (frames, labels), kept in memory.
+        policies: by the name of their row, a policy and the k where it does not say one, as ``sj_tac.convert`` takes them.
+        compiled: compare with torch.compile of the source as well (minutes).
+
+    Raises:
+        As ``sj_tac.convert``, and BatchError.
+    """
+    if rounds < 1:
+        raise PolicyError(f"bench: rounds={rounds} must be at least 1")
+    held = collect(batches, model)
+    example = held[0].frames[:, :1]
+    nets = host_configurations(model, compiled)
+    hosts = set(nets)
+    for name, (policy, k) in policies.items():
+        if name in nets:
+            raise PolicyError(f"bench: two rows are named {name!r}; give each policy a name of its own")
+        nets[name] = convert_with(model, policy, k, example_input=example, backend=backend)
+    before, _ = total_macs(plan(model, example_input=example).verdicts)
+    truth = labels_of(held, "accuracy") if held[0].labels is not None else None
+    said: dict[str, torch.Tensor] = {}
+    rates: dict[str, float] = {}
+    with Bar("bench", len(nets) + 1, progress) as bar:
+        for name, net in nets.items():
+            said[name] = scores(net, held, decode, seed).argmax(1)
+            # Compiled code has no modules to watch; it is the source's.
+            rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
+            bar.step(name)
+        taken = milliseconds(nets, held[0].frames, rounds, enough=2.0)
+    best = min(taken[name] for name in hosts)
+    rows = tuple(
+        Row(
+            name=name,
+            host=name in hosts,
+            accuracy=None if truth is None else accuracy(said[name], truth),
+            agreement=accuracy(said[name], said[SOURCE]),
+            firing=rates[name],
+            macs=before if name in hosts else total_macs(report(net).verdicts)[1],
+            ms=taken[name],
+            speedup=best / taken[name],
+        )
+        for name, net in nets.items()
+    )
+    samples = sum(batch.samples for batch in held)
+    shape = tuple(held[0].frames.shape)
+    return Bench(title or type(model).__name__, rows, samples, shape, rounds, environment.describe())
+
+
+def _rate(net: nn.Module, held: Sequence[Batch]) -> float:
+    found = firing(net, held).values()
+    neurons = sum(count for _, count in found)
+    return sum(rate * count for rate, count in found) / neurons if neurons else 0.0
