@@ -1,6 +1,6 @@
-"""What sj_tac.search finds, beside the same k in every layer, and what sj_tac.recalibrate does: python -m benchmarks.choosing
+"""What search finds beside the same k in every layer, and what recalibrate does: python -m benchmarks.choosing
 
-The quickstart's two nets, and with --gestures the gesture net (the checkpoint that examples/dvs_gesture.py --synthetic --quick
+The quickstart's two nets, and with --gestures the gesture net (the checkpoint that dvs_gesture.py --synthetic --quick
 leaves, .../baseline-k=1-scratch/last.pt). A policy is chosen on calibration samples; the table's accuracies are of others.
 """
 
@@ -33,7 +33,7 @@ from sj_tac.tuning.batches import collect
 from sj_tac.tuning.bench import bench
 from sj_tac.tuning.measure import accuracy, labels_of, scores
 
-DROPS = (0.01, 0.03)
+DROPS = (0.01, 0.02, 0.03)
 Pair = tuple[Tensor, Tensor]
 
 
@@ -81,9 +81,9 @@ def events(archive: Path | None) -> Task:
 def gesture(checkpoint: Path) -> Task:
     net = nets.GestureNet(11, 32, 4, 32).eval().to(memory_format=torch.channels_last)
     net.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True)["net"])
-    pairs = [gestures.generate(count, 16, 32, seed) for count, seed in ((1100, 3), (550, 2))]
+    pairs = [gestures.generate(count, 16, 32, seed) for count, seed in ((3300, 3), (2200, 2))]
     calibration, test = ((frames.float(), labels) for frames, labels in pairs)
-    about = "calibrated on 1,100 generated gestures of a seed of their own, judged by the 550 test gestures"
+    about = "calibrated on 3,300 generated gestures, judged by 2,200 others, none of them seen in training"
     return Task("GestureNet", net, calibration, test, 20, about)
 
 
@@ -101,7 +101,7 @@ def searched(task: Task, out: Path) -> dict[float, sj_tac.Policy]:
 
 
 def compared(task: Task, found: dict[float, sj_tac.Policy], rounds: int) -> dict[str, Any]:
-    """The searched policies and every uniform one, on samples that chose nothing; the fastest uniform one in the budget, too."""
+    """The searched policies and every uniform one, on samples that chose nothing; the best uniform one, too."""
     evidence = found[DROPS[-1]].evidence
     uniform = {t.name: t for t in evidence.trials if t.uniform and not t.refused}
     rows: dict[str, tuple[Any, int]] = {}
@@ -131,7 +131,8 @@ def _beside(drop: float, metric: float, source: float, entry: dict[str, Any], sh
     """The searched policy against the fastest uniform one in the budget, and the fastest that is at least as accurate."""
 
     def fastest(floor: float) -> dict[str, Any]:
-        fitting = [r for r in shown if not r["host"] and "choices" not in r and r["calibration"] >= floor - 1e-9]
+        uniform = [r for r in shown if not r["host"] and not r["name"].startswith("searched")]
+        fitting = [r for r in uniform if r["calibration"] >= floor - 1e-9]
         return max(fitting, key=lambda r: r["speedup"])
 
     kept = ("name", "calibration", "accuracy", "speedup", "ms")

@@ -87,11 +87,59 @@ def operators(content: dict[str, Any]) -> str:
     return text
 
 
+def choosing(content: dict[str, Any]) -> str:
+    """What was searched, beside the same k in every layer: the fastest in the budget, the fastest at the same accuracy."""
+    text = f"{_where(content['machine'])}; medians of at least {content['rounds']} rounds in turns.\n"
+    for net, found in content["results"].items():
+        text += (
+            f"\n**{net}**, {found['about']}. The source has {100 * found['source']:.2f} % on the calibration samples; "
+            f"diagnosed: {found['verdict']} (p = {found['p_value']:.3g}, effect {found['effect']:+.3f}). "
+            f"Input {found['timed']}.\n\n"
+        )
+        rows = []
+        for best in found["best"]:
+            entry = next(r for r in found["rows"] if r["name"] == best["searched"]["name"])
+            head = [f"{best['drop']:g}", "searched: " + ", ".join(entry["choices"].values())]
+            rows.append([*head, *_choice(entry, "")])
+            for by, words in (
+                ("budget", "the fastest uniform policy in the budget"),
+                ("accuracy", "the fastest at least as accurate"),
+            ):
+                other = best[by]
+                rows.append(["", f"{words}: {other['name']}", *_choice(other, f"{other['ratio']:.2f}x")])
+        head = ["max_drop", "policy", "calibration %", "others %", "ms", "speed-up", "searched is faster by"]
+        text += _rows(head, rows)
+    return text
+
+
+def _choice(row: dict[str, Any], ratio: str) -> list[str]:
+    return [
+        f"{100 * row['calibration']:.2f}",
+        f"{100 * row['accuracy']:.2f}",
+        f"{row['ms']:.1f}",
+        f"{row['speedup']:.2f}x",
+        ratio,
+    ]
+
+
+def recalibrating(content: dict[str, Any]) -> str:
+    """Accuracy with the source's BatchNorm statistics and with re-estimated ones."""
+    names = list(content["results"])
+    tables = {net: {r["name"]: r for r in content["results"][net]["recalibrated"]} for net in names}
+    rows = []
+    for name in tables[names[0]]:
+        cells = [f"{100 * tables[net][name]['before']:.2f} -> {100 * tables[net][name]['after']:.2f}" for net in names]
+        rows.append([name, *cells])
+    return _rows(["accuracy %, source's statistics -> re-estimated", *names], rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "study": study,
     "speed": speed,
     "sparsity": sparsity,
     "operators": operators,
+    "choosing": choosing,
+    "recalibrating": recalibrating,
 }
 
 

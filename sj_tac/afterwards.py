@@ -41,7 +41,7 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
         converted = deep_copy(converted)
         record = record_of(converted, "restore")
     # Statistics that moved on after they were re-estimated are training's, and stay.
-    _take_back(converted, {n: r for n, r in record.recalibrated.items() if _is_as_made(_norms(converted)[n], r)})
+    _take_back(converted, {n: r for n, r in record.recalibrated.items() if _is_as_made(converted.get_submodule(n), r)})
     _warn_if_moved(_norms(converted), "restore")
     swap.undo(converted, record.handles)
     delattr(converted, RECORD)
@@ -135,7 +135,8 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
         names = list(record.recalibrated)
         _take_back(converted, record.recalibrated)
         return names
-    norms = {name: norm for name, norm in _norms(converted).items() if norm.running_mean is not None}
+    placed = {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, NormPlace)}
+    norms: dict[str, Any] = {name: norm for name, norm in placed.items() if norm.running_mean is not None}
     held = {name: _statistics(norm) for name, norm in norms.items()}
     first = {n: record.recalibrated.get(n, Recalibrated(held[n], held[n], norm._tac.moved)) for n, norm in norms.items()}
     try:
@@ -191,10 +192,11 @@ def _is_as_made(norm: Any, made: Recalibrated) -> bool:
 
 def _take_back(converted: nn.Module, recalibrated: Mapping[str, Recalibrated]) -> None:
     """The statistics of before, for these norms."""
-    record, norms = record_of(converted, "recalibrate"), _norms(converted)
+    record = record_of(converted, "recalibrate")
     for name, found in dict(recalibrated).items():
-        _put(norms[name], found.before)
-        norms[name]._tac.moved = found.moved
+        norm: Any = converted.get_submodule(name)
+        _put(norm, found.before)
+        norm._tac.moved = found.moved
         del record.recalibrated[name]
 
 

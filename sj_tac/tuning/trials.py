@@ -160,6 +160,6 @@ class Trials:
             if entry.get("final") == names:
                 return dict(entry["ms"])
         nets = {t.name: self.net(read_choices(t.choices, self.space.layers)) for t in finalists}
-        taken = milliseconds({"source": self.source, **nets}, self.batches[0].frames, self.rounds, enough=3.0)
+        taken = milliseconds({"source": self.source, **nets}, self.batches[0].frames, self.rounds, enough=3.0, slow="source")
         self.log.add({"final": names, "ms": taken})
         return taken

@@ -1,0 +1,55 @@
+"""Searches whose outcome does not hang on the clock: the cost of a net is what its report says. Also run as a script.
+
+python costs.py LOG OUT [SECONDS PER CANDIDATE]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from support import csnn, frames
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import ConversionError
+from sj_tac.report import total_macs
+
+X = frames(8, 48, 2, 8, 8, seed=5)
+COUNTED = 3.0e3  # what everything else costs
+
+
+def labels(net: nn.Module) -> torch.Tensor:
+    """What the net itself says, so that the source is always right."""
+    with torch.no_grad():
+        found: torch.Tensor = net(X).mean(0).argmax(1)
+    net.apply(lambda module: module.reset() if hasattr(module, "reset") else None)
+    return found
+
+
+def cost(net: nn.Module) -> float:
+    """MACs of a net as it is converted."""
+    try:
+        return COUNTED + total_macs(sj_tac.report(net).verdicts)[1]
+    except ConversionError:
+        return COUNTED + total_macs(sj_tac.plan(net, "keep", example_input=X[:, :1]).verdicts)[1]
+
+
+def run(log: str | None = None, pause: float = 0.0, **options: object) -> sj_tac.Policy:
+    net = csnn()
+
+    def slow_cost(converted: nn.Module) -> float:
+        time.sleep(pause)
+        return cost(converted)
+
+    slow_cost.__qualname__ = "cost"
+    given = {"max_drop": 0.1, "ks": (1, 2, 4, 8), "backend": "reference", "progress": False} | options
+    return sj_tac.search(net, [(X, labels(net))], log=log, cost=slow_cost, **given)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    policy = run(sys.argv[1], float(sys.argv[3]) if len(sys.argv) > 3 else 0.0)
+    policy.save(Path(sys.argv[2]))

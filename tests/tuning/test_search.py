@@ -1,0 +1,263 @@
+"""Search: against all policies there are, within its budget, never slower, deterministic; what it refuses and says."""
+
+import itertools
+import json
+import math
+
+import costs
+import pytest
+import torch
+from spikingjelly.activation_based import layer
+from support import csnn, frames, same_state
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import BatchError, ConversionError, ModelTypeError, PolicyError, SearchError
+from sj_tac.tuning import measure
+from sj_tac.tuning.batches import Batch
+from sj_tac.tuning.evidence import Trial, frontier
+from sj_tac.tuning.measure import accuracy, scores
+
+KS = (1, 2, 4, 8)
+
+
+def agreement(net):
+    source = csnn()
+    return accuracy(scores(net, [Batch(costs.X)]).argmax(1), costs.labels(source))
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Metric and cost of all 4^3 preserve policies of the net."""
+    found = {}
+    for ks in itertools.product(KS, repeat=3):
+        rules = [{"match": name, "mode": "preserve", "k": k} for name, k in zip(("0", "4", "8"), ks, strict=True)]
+        net = sj_tac.convert(
+            csnn(), {"default": {"mode": "keep"}, "rules": rules}, example_input=costs.X[:, :1], backend="reference"
+        )
+        found[ks] = (agreement(net), costs.cost(net))
+    return found
+
+
+def ks_of(policy):
+    return tuple(rule.k for rule in policy.rules)
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.05, 0.1, 0.2, 0.4, 1.0])
+def test_it_is_near_the_best_of_all_policies_and_never_worse_than_a_uniform_one(everything, drop):
+    policy = costs.run(max_drop=drop, modes=("preserve",))
+    metric, cost = everything[ks_of(policy)]
+    assert metric >= 1 - drop - 1e-9
+    fitting = {ks: c for ks, (m, c) in everything.items() if m >= 1 - drop - 1e-9}
+    assert cost <= min(c for ks, c in fitting.items() if len(set(ks)) == 1)
+    # Of 64 policies it may miss the best, not the best few.
+    assert sum(c < cost for c in fitting.values()) <= 2
+    assert len(policy.evidence.trials) < 64
+
+
+def test_the_figures_in_the_evidence_are_those_of_the_nets(everything):
+    policy = costs.run(modes=("preserve",))
+    source = costs.cost(csnn())
+    for trial in policy.evidence.trials:
+        choices = [text.split() for text in trial.choices.values()]
+        if all(c[0] == "preserve" for c in choices):
+            metric, cost = everything[tuple(int(c[1]) for c in choices)]
+            assert (trial.metric, trial.speedup) == pytest.approx((metric, source / cost))
+    chosen = policy.evidence[policy.evidence.chosen]
+    assert [f"{r.mode} {r.k}" for r in policy.rules] == list(chosen.choices.values())
+    assert policy.evidence.source_metric == 1
+
+
+@pytest.mark.parametrize("speedup", [1.2, 1.8, 2.5])
+def test_a_wanted_speed_gets_the_best_metric_at_it(everything, speedup):
+    policy = costs.run(speedup=speedup, modes=("preserve",))
+    metric, cost = everything[ks_of(policy)]
+    source = costs.cost(csnn())
+    assert source / cost >= speedup
+    best = max(m for m, c in everything.values() if source / c >= speedup)
+    uniform = max(m for ks, (m, c) in everything.items() if source / c >= speedup and len(set(ks)) == 1)
+    assert metric >= uniform
+    assert metric >= best - 2 / 48 - 1e-9
+
+
+def test_the_frontier_is_what_nothing_beats():
+    trials = [
+        Trial({}, str(i), False, m, s)
+        for i, (m, s) in enumerate([(0.9, 2), (0.8, 3), (0.85, 2), (0.9, 1), (0.7, 3), (0.5, 9)])
+    ]
+    assert [t.name for t in frontier([*trials, Trial({}, "no", False, refused="x")])] == ["5", "1", "0"]
+    evidence = costs.run().evidence
+    best = evidence.frontier
+    for trial in evidence.trials:
+        assert trial.refused or any(b.speedup >= trial.speedup and b.metric >= trial.metric for b in best)
+
+
+def test_the_same_again_and_the_same_whatever_was_asked_before(tmp_path):
+    log = str(tmp_path / "log.jsonl")
+    first = costs.run(log)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert len(lines) == 2 + len(first.evidence.trials)
+    again = costs.run(log)
+    assert again == first == costs.run()
+    assert (tmp_path / "log.jsonl").read_text().splitlines() == lines
+    other = costs.run(log, max_drop=0.3)
+    assert other == costs.run(max_drop=0.3)
+    assert ks_of(other) != ks_of(first)
+
+
+def test_measured_time_decides_between_finalists(monkeypatch, tmp_path):
+    """With a clock on which "keep" is fast, layers are kept; with one on which conversion is slow, it says so."""
+    x = frames(6, 12, 2, 8, 8)
+
+    def clock(keep):
+        def milliseconds(nets, frames, rounds, enough=0.5):
+            taken = {}
+            for name, net in nets.items():
+                found = sj_tac.report(net).verdicts if "_sj_tac" in vars(net) else []
+                taken[name] = 10.0 + sum(keep if v.status == "converted" else 0 for v in found)
+            return taken
+
+        return milliseconds
+
+    monkeypatch.setattr("sj_tac.tuning.trials.milliseconds", clock(-1.0))
+    policy = sj_tac.search(csnn(), x, max_drop=1, ks=(1, 2), progress=False, out=tmp_path / "e.json")
+    assert [r.k for r in policy.rules] == [2, 2, 2]
+    assert policy.evidence.final["source"] == 10
+    monkeypatch.setattr("sj_tac.tuning.trials.milliseconds", clock(+1.0))
+    with pytest.raises(SearchError, match=r"no policy is faster than the source here.* at 0\.9") as raised:
+        sj_tac.search(csnn(), x, max_drop=1, ks=(1, 2), progress=False)
+    assert raised.value.evidence.chosen == ""
+    assert len(raised.value.evidence.trials) > 3
+
+
+def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path):
+    net = csnn().train()
+    net[2].register_forward_hook(lambda *args: pytest.fail("the user's hook ran"))
+    policy = sj_tac.search(
+        net, (costs.X, torch.zeros(48).long()), max_drop=1, ks=(2, 4), progress=False, out=tmp_path / "e.json"
+    )
+    assert net.training
+    assert same_state(net, csnn())
+    policy.save(tmp_path / "p.yaml")
+    fast = sj_tac.convert(csnn(), tmp_path / "p.yaml")
+    assert [v.k for v in sj_tac.report(fast).converted] == [r.k for r in policy.rules if r.mode != "keep"]
+    content = json.loads((tmp_path / "e.json").read_text())
+    assert content["chosen"] in [t["name"] for t in content["trials"]]
+    assert set(content["frontier"]) <= {t["name"] for t in content["trials"]}
+    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
+    for words in ("Pareto frontier", "check it on others", content["chosen"]):
+        assert words in str(policy.evidence)
+
+
+def test_metrics_of_ones_own(monkeypatch):
+    def spikes(net, batches):
+        assert not net.training
+        (frames,) = batches
+        return -net(frames).sum().item()
+
+    policy = sj_tac.search(csnn(), costs.X, metric=spikes, max_drop=1e9, ks=(1, 4), progress=False, cost=costs.cost)
+    assert policy.evidence.metric.endswith("spikes")
+    assert [r.k for r in policy.rules] == [4, 4, 4]
+    with pytest.raises(SearchError, match=r"metric .*returned nan .* must be a finite number"):
+        sj_tac.search(csnn(), costs.X, metric=lambda net, batches: math.nan, progress=False)
+    with pytest.raises(PolicyError, match=r"metric='acuracy': there are 'accuracy', 'agreement'"):
+        sj_tac.search(csnn(), costs.X, metric="acuracy", progress=False)
+    # Without labels it is agreement, whatever is right.
+    assert (
+        sj_tac.search(csnn(), costs.X, max_drop=1, ks=(2,), cost=costs.cost, progress=False).evidence.metric == "agreement"
+    )
+
+
+def test_what_cannot_be_reached_is_said_with_the_nearest():
+    with pytest.raises(
+        SearchError, match=r"no policy has accuracy >= 1\.5000: the source has 1\.0000, and the best of \d+ tried"
+    ):
+        costs.run(max_drop=-0.5)
+    with pytest.raises(
+        SearchError, match=r"no policy reaches 1000x .* the fastest of \d+ tried is '(preserve|collapse) 8'"
+    ) as raised:
+        costs.run(speedup=1000)
+    assert raised.value.evidence.trials
+    with pytest.raises(SearchError, match="nothing could be measured before the time limit"):
+        costs.run(time_limit=1e-9)
+
+
+def test_a_time_limit_ends_it_with_the_best_so_far(monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr("sj_tac.tuning.search.time.monotonic", lambda: float(next(now)))
+    policy = costs.run(time_limit=8)
+    assert "the time limit ended it" in policy.evidence.stopped
+    assert 1 <= len(policy.evidence.trials) < 12
+
+
+def test_small_budgets_and_few_samples_are_noted():
+    notes = " ".join(costs.run(max_drop=0.001).evidence.notes)
+    assert "One of 48 samples is 0.0208 of accuracy" in notes
+    assert "less than one sample" in notes
+
+
+def test_refused_combinations_are_tried_once_and_never_chosen():
+    policy = costs.run(ks=(1, 2, 3), modes=("collapse", "preserve"))
+    refused = [t for t in policy.evidence.trials if t.refused]
+    assert refused  # a collapse by 2 before a k of 3
+    assert all("K_NOT_WHOLE" in t.refused for t in refused)
+    assert policy.evidence.chosen not in [t.name for t in refused]
+
+
+def test_bad_input():
+    net, x = csnn(), frames(6, 4, 2, 8, 8)
+    cases = [
+        (BatchError, 'metric="accuracy" needs labels', {"metric": "accuracy"}),
+        (PolicyError, "max_drop=nan", {"max_drop": math.nan}),
+        (PolicyError, r"speedup=0\.5 must be at least 1", {"speedup": 0.5}),
+        (PolicyError, "time_limit=0 must be positive", {"time_limit": 0}),
+        (PolicyError, "rounds=0", {"rounds": 0}),
+        (PolicyError, r"modes=\(\) leaves nothing", {"modes": ()}),
+        (PolicyError, "layers", {"layers": ("convolution",)}),
+        (PolicyError, "each a sequence", {"ks": 4}),
+    ]
+    for kind, message, options in cases:
+        with pytest.raises(kind, match=message):
+            sj_tac.search(net, x, progress=False, **options)
+    with pytest.raises(ConversionError, match="no chain of Sequential can be converted"):
+        sj_tac.search(nn.Sequential(layer.Conv2d(2, 3, 3, step_mode="m")), x, progress=False)
+    with pytest.raises(ModelTypeError):
+        sj_tac.search(None, x)
+    with pytest.raises(ConversionError, match="cannot be converted again"):
+        sj_tac.search(sj_tac.convert(net), x)
+    with pytest.raises(BatchError, match="there are no batches"):
+        sj_tac.search(net, iter([]))
+
+
+def test_auto_diagnoses_searches_and_reports_the_evidence():
+    x = (torch.rand(8, 40, 2, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.4).float()
+    fast = sj_tac.convert(csnn(), "auto", calibration=(x[:, i : i + 20] for i in (0, 20)), example_input=x[:, :1])
+    report = sj_tac.report(fast)
+    assert report.converted
+    assert report.evidence.diagnosis.verdict == "collapse"
+    assert report.evidence.samples == 40
+    assert report.to_dict()["evidence"]["chosen"] == report.evidence.chosen
+    assert "Order is noise" in str(report)
+    with torch.no_grad():
+        agreed = (fast(x).mean(0).argmax(1) == csnn()(x).mean(0).argmax(1)).double().mean()
+    assert agreed >= 0.99
+    assert sj_tac.set_k(fast, 2).evidence is None
+    assert "evidence" not in sj_tac.report(sj_tac.convert(csnn())).to_dict()
+
+
+def test_auto_says_what_it_needs():
+    with pytest.raises(PolicyError, match=r'convert\(model, "auto", calibration=batches\)'):
+        sj_tac.convert(csnn(), "auto")
+    with pytest.raises(PolicyError, match=r'calibration= is for policy="auto"; with policy=.preserve.'):
+        sj_tac.convert(csnn(), calibration=costs.X)
+    with pytest.raises(PolicyError, match="drop k=4"):
+        sj_tac.convert(csnn(), "auto", 4, calibration=costs.X)
+    with pytest.raises(PolicyError, match=r'policy="auto" is measured'):
+        sj_tac.plan(csnn(), "auto")
+
+
+def test_times_are_of_runs_in_turns_each_after_a_run_of_its_own():
+    order = []
+    taken = measure.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, again=True)
+    assert order == ["a", "a", "b", "b"] * 2
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2}
