@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from sj_tac import environment, host
-from sj_tac.conversion import convert_with, plan, report
+from sj_tac.conversion import check_plain, convert_with, plan, report
 from sj_tac.errors import PolicyError
 from sj_tac.files import write_text
 from sj_tac.report import total_macs
@@ -139,6 +139,7 @@ def bench(
     """
     if rounds < 1:
         raise PolicyError(f"bench: rounds={rounds} must be at least 1")
+    check_plain(model)
     held = collect(batches, model)
     example = held[0].frames[:, :1]
     nets = host_configurations(model, compiled)

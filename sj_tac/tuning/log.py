@@ -68,7 +68,7 @@ class Log:
             return self
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("a+b")
+            self.file = self.path.open("a+b", buffering=0)  # what cannot be written must not be tried again on closing
         except OSError as error:
             raise WriteError(f"search log {self.path} cannot be opened ({error})") from error
         try:
@@ -138,8 +138,9 @@ class Log:
             return
         end = self.file.seek(0, os.SEEK_END)
         try:
-            self.file.write(json.dumps(entry).encode() + b"\n")
-            self.file.flush()
+            left = memoryview(json.dumps(entry).encode() + b"\n")
+            while left:
+                left = left[self.file.write(left) :]
             os.fsync(self.file.fileno())
         except OSError as error:
             self._cut(end)

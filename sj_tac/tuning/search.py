@@ -199,7 +199,7 @@ def _explore(trials: Trials, goal: Goal) -> str:
         strategy.path(goal.fits if goal.speedup is None else None)
         fitting = [t for t in trials.tried.values() if not t.refused and goal.fits(t)]
         if fitting:
-            best = strategy.climb(min(fitting, key=rank), goal.better)
+            best = strategy.climb(min(fitting, key=rank), goal.better, goal.speedup is None)
             strategy.variants(best)
     except OutOfTime:
         return f"the time limit ended it after {trials.fresh} new measurements"

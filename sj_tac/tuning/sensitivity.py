@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sj_tac import environment
-from sj_tac.conversion import convert_with, report
+from sj_tac.conversion import check_plain, convert_with, report
 from sj_tac.errors import PolicyError
 from sj_tac.files import write_text
 from sj_tac.tuning.batches import Batch, collect
@@ -132,6 +132,7 @@ def sensitivity(
         ModelTypeError, TraceError, BackendError, ConversionError (no layer can be converted), PolicyError (ks or modes),
         BatchError.
     """
+    check_plain(model)
     held = collect(batches, model)
     example = held[0].frames[:, :1]
     space = Space.of(model, ks, modes, layers, held[0].steps, example)

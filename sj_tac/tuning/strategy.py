@@ -66,12 +66,12 @@ class Strategy:
             found = self.trials(choices)
             misses = 0 if fits is None or fits(found) else misses + 1
 
-    def climb(self, best: Trial, better: Callable[[Trial, Trial], bool]) -> Trial:
+    def climb(self, best: Trial, better: Callable[[Trial, Trial], bool], faster: bool) -> Trial:
         """Moves of one layer, and exchanges between two, from ``best`` on, as long as one is better."""
         moved = True
         while moved:
             moved = False
-            for choices in self._moves(read_choices(best.choices, self.space.layers)):
+            for choices in self._moves(read_choices(best.choices, self.space.layers), faster):
                 found = self.trials(choices)
                 if not found.refused and better(found, best):
                     best, moved = found, True
@@ -114,20 +114,32 @@ class Strategy:
         saving = self._saving(layer, old, new)
         return self._lost(layer, old, new) / max(saving, 1e-9), -saving
 
-    def _moves(self, choices: dict[str, Choice]) -> Iterator[dict[str, Choice]]:
-        """Single layers up, then exchanges; those that save most work for what they are known to lose come first."""
+    def _moves(self, choices: dict[str, Choice], faster: bool) -> Iterator[dict[str, Choice]]:
+        """Single layers, then exchanges between two: those that save work, or else those that are known to lose less.
+
+        What saves most, or loses least, comes first; only so many exchanges are tried.
+        """
         layers = self.space.layers
         ups = {n: up for n in layers if (up := self._up(choices, n))}
         downs = {n: down for n in layers if (down := self._up(choices, n, up=False))}
-        saving = {n: self._saving(n, choices[n].k, c.k) for n, c in ups.items()}
-        for n in sorted(ups, key=lambda n: (-saving[n], n)):
-            yield choices | {n: ups[n]}
+
+        def saved(n: str, to: Choice) -> float:
+            return self._saving(n, choices[n].k, to.k)
+
+        def lost(n: str, to: Choice) -> float:
+            return self._lost(n, choices[n].k, to.k)
+
+        if faster:
+            singles = sorted((-saved(n, up), i, n) for i, (n, up) in enumerate(ups.items()))
+        else:
+            singles = sorted((lost(n, down), i, n) for i, (n, down) in enumerate(downs.items()))
+        for _, _, n in singles:
+            yield choices | {n: (ups if faster else downs)[n]}
         pairs = []
-        for n, up in ups.items():
-            for m, down in downs.items():
-                gained = saving[n] + self._saving(m, choices[m].k, down.k)
-                if m != n and gained > 0:
-                    lost = self._lost(n, choices[n].k, up.k) + self._lost(m, choices[m].k, down.k)
-                    pairs.append((lost, -gained, n, m))
-        for _, _, n, m in sorted(pairs)[: EXCHANGES * len(layers)]:
+        for i, (n, up) in enumerate(ups.items()):
+            for j, (m, down) in enumerate(downs.items()):
+                gained, given = saved(n, up) + saved(m, down), lost(n, up) + lost(m, down)
+                if m != n and (gained > 0 if faster else given <= 0):
+                    pairs.append((given, -gained, i, j, n, m))
+        for *_, n, m in sorted(pairs)[: EXCHANGES * len(layers)]:
             yield choices | {n: ups[n], m: downs[m]}

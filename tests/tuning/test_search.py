@@ -16,14 +16,16 @@ from sj_tac.errors import BatchError, ConversionError, ModelTypeError, PolicyErr
 from sj_tac.tuning import measure
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial, frontier
-from sj_tac.tuning.measure import accuracy, scores
+from sj_tac.tuning.measure import scores
 
 KS = (1, 2, 4, 8)
 
 
-def agreement(net):
-    source = csnn()
-    return accuracy(scores(net, [Batch(costs.X)]).argmax(1), costs.labels(source))
+def closeness(net, batches):
+    """Minus the squared error of the class scores: finer than a count of predictions, and it gets worse as k grows."""
+    (frames, _) = batches[0]
+    with torch.no_grad():
+        return -(scores(net, [Batch(frames)]) - scores(csnn(), [Batch(frames)])).square().mean().item()
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +34,9 @@ def everything():
     found = {}
     for ks in itertools.product(KS, repeat=3):
         rules = [{"match": name, "mode": "preserve", "k": k} for name, k in zip(("0", "4", "8"), ks, strict=True)]
-        net = sj_tac.convert(
-            csnn(), {"default": {"mode": "keep"}, "rules": rules}, example_input=costs.X[:, :1], backend="reference"
-        )
-        found[ks] = (agreement(net), costs.cost(net))
+        policy = {"default": {"mode": "keep"}, "rules": rules}
+        net = sj_tac.convert(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
+        found[ks] = (closeness(net, [(costs.X, None)]), costs.cost(net))
     return found
 
 
@@ -43,20 +44,33 @@ def ks_of(policy):
     return tuple(rule.k for rule in policy.rules)
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.05, 0.1, 0.2, 0.4, 1.0])
-def test_it_is_near_the_best_of_all_policies_and_never_worse_than_a_uniform_one(everything, drop):
-    policy = costs.run(max_drop=drop, modes=("preserve",))
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_it_is_near_the_best_of_all_policies_and_never_worse_than_a_uniform_one(everything, share):
+    """``share``: how many of all policies are within the budget."""
+    drop = -sorted((m for m, _ in everything.values()), reverse=True)[round(share * 63)]
+    policy = costs.run(max_drop=drop, modes=("preserve",), metric=closeness)
     metric, cost = everything[ks_of(policy)]
-    assert metric >= 1 - drop - 1e-9
-    fitting = {ks: c for ks, (m, c) in everything.items() if m >= 1 - drop - 1e-9}
+    assert metric >= -drop - 1e-9
+    fitting = {ks: c for ks, (m, c) in everything.items() if m >= -drop - 1e-9}
     assert cost <= min(c for ks, c in fitting.items() if len(set(ks)) == 1)
     # Of 64 policies it may miss the best, not the best few.
     assert sum(c < cost for c in fitting.values()) <= 2
-    assert len(policy.evidence.trials) < 64
+    assert len(policy.evidence.trials) < 40
+
+
+@pytest.mark.parametrize("speedup", [1.2, 1.8, 2.5, 4.0])
+def test_a_wanted_speed_gets_the_best_metric_at_it(everything, speedup):
+    policy = costs.run(speedup=speedup, modes=("preserve",), metric=closeness)
+    metric, cost = everything[ks_of(policy)]
+    source = costs.cost(csnn())
+    assert source / cost >= speedup
+    fitting = {ks: m for ks, (m, c) in everything.items() if source / c >= speedup}
+    assert metric >= max(m for ks, m in fitting.items() if len(set(ks)) == 1)
+    assert sum(m > metric for m in fitting.values()) <= 2
 
 
 def test_the_figures_in_the_evidence_are_those_of_the_nets(everything):
-    policy = costs.run(modes=("preserve",))
+    policy = costs.run(modes=("preserve",), metric=closeness)
     source = costs.cost(csnn())
     for trial in policy.evidence.trials:
         choices = [text.split() for text in trial.choices.values()]
@@ -65,19 +79,7 @@ def test_the_figures_in_the_evidence_are_those_of_the_nets(everything):
             assert (trial.metric, trial.speedup) == pytest.approx((metric, source / cost))
     chosen = policy.evidence[policy.evidence.chosen]
     assert [f"{r.mode} {r.k}" for r in policy.rules] == list(chosen.choices.values())
-    assert policy.evidence.source_metric == 1
-
-
-@pytest.mark.parametrize("speedup", [1.2, 1.8, 2.5])
-def test_a_wanted_speed_gets_the_best_metric_at_it(everything, speedup):
-    policy = costs.run(speedup=speedup, modes=("preserve",))
-    metric, cost = everything[ks_of(policy)]
-    source = costs.cost(csnn())
-    assert source / cost >= speedup
-    best = max(m for m, c in everything.values() if source / c >= speedup)
-    uniform = max(m for ks, (m, c) in everything.items() if source / c >= speedup and len(set(ks)) == 1)
-    assert metric >= uniform
-    assert metric >= best - 2 / 48 - 1e-9
+    assert policy.evidence.source_metric == 0
 
 
 def test_the_frontier_is_what_nothing_beats():
@@ -110,7 +112,7 @@ def test_measured_time_decides_between_finalists(monkeypatch, tmp_path):
     x = frames(6, 12, 2, 8, 8)
 
     def clock(keep):
-        def milliseconds(nets, frames, rounds, enough=0.5):
+        def milliseconds(nets, *timing, **more):
             taken = {}
             for name, net in nets.items():
                 found = sj_tac.report(net).verdicts if "_sj_tac" in vars(net) else []
@@ -124,7 +126,7 @@ def test_measured_time_decides_between_finalists(monkeypatch, tmp_path):
     assert [r.k for r in policy.rules] == [2, 2, 2]
     assert policy.evidence.final["source"] == 10
     monkeypatch.setattr("sj_tac.tuning.trials.milliseconds", clock(+1.0))
-    with pytest.raises(SearchError, match=r"no policy is faster than the source here.* at 0\.9") as raised:
+    with pytest.raises(SearchError, match=r"no policy is faster than the source here.* at 0\.") as raised:
         sj_tac.search(csnn(), x, max_drop=1, ks=(1, 2), progress=False)
     assert raised.value.evidence.chosen == ""
     assert len(raised.value.evidence.trials) > 3
@@ -146,7 +148,7 @@ def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path):
     assert set(content["frontier"]) <= {t["name"] for t in content["trials"]}
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
     for words in ("Pareto frontier", "check it on others", content["chosen"]):
-        assert words in str(policy.evidence)
+        assert words in " ".join(str(policy.evidence).split())
 
 
 def test_metrics_of_ones_own(monkeypatch):
@@ -197,7 +199,7 @@ def test_small_budgets_and_few_samples_are_noted():
 
 
 def test_refused_combinations_are_tried_once_and_never_chosen():
-    policy = costs.run(ks=(1, 2, 3), modes=("collapse", "preserve"))
+    policy = costs.run(ks=(2, 3), modes=("collapse", "preserve"), max_drop=2)
     refused = [t for t in policy.evidence.trials if t.refused]
     assert refused  # a collapse by 2 before a k of 3
     assert all("K_NOT_WHOLE" in t.refused for t in refused)
