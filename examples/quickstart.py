@@ -63,6 +63,16 @@ def events() -> Task:
     return Task("100 N-MNIST test recordings, event frames", load(nets.EventNet(), "events"), frames, labels)
 
 
+def digit_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For the command line: --data quickstart:digit_batches."""
+    return digits().batches
+
+
+def event_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For the command line: --data quickstart:event_batches."""
+    return events().batches
+
+
 def policies(task: Task) -> Mapping[str, tuple[Any, int]]:
     """The rows of the table: a policy, and the k where it does not say one."""
     steps = len(task.frames)

@@ -175,3 +175,21 @@ def test_repeats_are_the_same():
         found.append([y.detach().clone(), *(p.grad.clone() for p in fast.parameters() if p.grad is not None)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_diagnosing_searching_and_recalibrating_there():
+    net, fast, x = on_device("preserve", 2)
+    on_cpu = sj_tac.diagnose([x.cpu()], net)
+    assert list(on_cpu.layers) == ["0", "4", "8"]
+    assert on_cpu.ratio == pytest.approx(sj_tac.diagnose([x], net).ratio, rel=1e-6)
+
+    def cost(net):
+        return 1.0 if "_sj_tac" in vars(net) else 2.0
+
+    policy = sj_tac.search(net, [x.cpu()], max_drop=1, ks=(1, 2), cost=cost, progress=False)
+    assert [rule.k for rule in policy.rules] == [2, 2, 2]
+    before = {key: value.clone() for key, value in fast.state_dict().items()}
+    assert sj_tac.recalibrate(fast, [x.cpu()]) == ["1", "5"]
+    assert not torch.equal(fast[1].running_var, before["1.running_var"])
+    sj_tac.recalibrate(fast, undo=True)
+    assert all(torch.equal(before[key], value) for key, value in fast.state_dict().items())

@@ -250,9 +250,7 @@ def env(as_json: AsJson = False) -> None:
 def main() -> None:
     """The command, with every known error as one message on stderr."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as done:
-        raise SystemExit(done.exit_code) from None
+        status = app(standalone_mode=False)  # that of a typer.Exit; commands return nothing
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -261,11 +259,13 @@ def main() -> None:
         raise SystemExit(0) from None
     except (SjTacError, ImportError) as error:
         print(f"sj-tac: {error}", file=sys.stderr)
-        answer_is_no = isinstance(error, SearchError) or type(error) is ConversionError
-        raise SystemExit(1 if answer_is_no else 2) from None
+        searched = isinstance(error, SearchError) and error.evidence is not None
+        raise SystemExit(1 if searched or type(error) is ConversionError else 2) from None
     except Exception as error:
         usage = getattr(error, "format_message", None)  # of the parser's own errors
         if usage is None:
             raise
         print(f"sj-tac: {usage()}; see sj-tac --help", file=sys.stderr)
         raise SystemExit(2) from None
+    if status:
+        raise SystemExit(status)

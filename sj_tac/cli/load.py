@@ -150,10 +150,10 @@ def _file(path: Path) -> Any:
             return tuple(found) if len(found) == 2 else list(found)
         return _named(found, path) if isinstance(found, dict) else found
     try:
-        found = np.load(path)
-        if path.suffix == ".npy":
-            return torch.from_numpy(found)
-        with found:
+        with path.open("rb") as file:
+            found = np.load(file)
+            if path.suffix == ".npy":
+                return torch.from_numpy(found)
             arrays = {name: torch.from_numpy(found[name]) for name in found.files}
     except FileNotFoundError:
         raise UsageError(f"data {path} does not exist") from None

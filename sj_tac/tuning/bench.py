@@ -6,8 +6,9 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from sj_tac.files import write_text
 from sj_tac.report import total_macs
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
-from sj_tac.tuning.measure import Decode, accuracy, firing, labels_of, milliseconds, scores
+from sj_tac.tuning.measure import Decode, accuracy, firing, labels_of, milliseconds_afresh, scores
 from sj_tac.tuning.progress import Bar
 
 SOURCE = "SpikingJelly"
@@ -144,10 +145,12 @@ def bench(
     example = held[0].frames[:, :1]
     nets = host_configurations(model, compiled)
     hosts = set(nets)
+    make: dict[str, Callable[[], nn.Module]] = {name: partial(nets.__getitem__, name) for name in nets}
     for name, (policy, k) in policies.items():
         if name in nets:
             raise PolicyError(f"bench: two rows are named {name!r}; give each policy a name of its own")
-        nets[name] = convert_with(model, policy, k, example_input=example, backend=backend)
+        make[name] = partial(convert_with, model, policy, k, example_input=example, backend=backend)
+        nets[name] = make[name]()
     before, _ = total_macs(plan(model, example_input=example).verdicts)
     truth = labels_of(held, "accuracy") if held[0].labels is not None else None
     said: dict[str, torch.Tensor] = {}
@@ -158,7 +161,7 @@ def bench(
             # Compiled code has no modules to watch; it is the source's.
             rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
             bar.step(name)
-        taken = milliseconds(nets, held[0].frames, rounds, enough=2.0, slow=SOURCE)
+        taken = milliseconds_afresh(make, held[0].frames, rounds, SOURCE)
     best = min(taken[name] for name in hosts)
     rows = tuple(
         Row(

@@ -15,6 +15,8 @@ from sj_tac import host
 from sj_tac.errors import BatchError
 from sj_tac.tuning.batches import Batch
 
+INSTANCES = 3
+
 Decode = Callable[[Any], Tensor]
 Metric = Callable[[nn.Module, list[Any]], float]
 
@@ -113,15 +115,35 @@ def in_turns(
     return seconds
 
 
-def milliseconds(
-    nets: Mapping[str, nn.Module], frames: Tensor, rounds: int, enough: float = 0.5, slow: str = ""
-) -> dict[str, float]:
+def milliseconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int) -> dict[str, float]:
     """Medians of interleaved runs on frames [T, N, ...]; the nets are left as they were.
 
     In its turn every net runs twice, and the second run counts: in use a net follows itself, not another that just filled
-    the caches. Short runs get more rounds, up to five times as many, until ``enough`` seconds have been measured; the net
-    named ``slow`` has no part in those.
+    the caches. Short runs get more rounds, up to five times as many, until half a second has been measured.
     """
+    return _medians(_seconds(nets, frames, rounds, 0.5, ""))
+
+
+def milliseconds_afresh(
+    make: Mapping[str, Callable[[], nn.Module]], frames: Tensor, rounds: int, slow: str
+) -> dict[str, float]:
+    """``milliseconds`` of nets made ``INSTANCES`` times: where weights and buffers come to lie changes a small net's time.
+
+    The net named ``slow`` has ``rounds`` rounds; short runs of the others get more, until some seconds have been measured.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in make}
+    for _ in range(INSTANCES):
+        nets = {name: build() for name, build in make.items()}
+        for name, taken in _seconds(nets, frames, -(-rounds // INSTANCES), 1.0, slow).items():
+            seconds[name] += taken
+    return _medians(seconds)
+
+
+def _medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: 1e3 * statistics.median(taken) for name, taken in seconds.items()}
+
+
+def _seconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int, enough: float, slow: str) -> dict[str, list[float]]:
     with ExitStack() as stack:
         for net in nets.values():
             stack.enter_context(host.looked_at(net))
@@ -133,7 +155,7 @@ def milliseconds(
         more = in_turns(fast, max(0, min(4 * rounds, int(enough / total) - rounds)), again=True) if fast else {}
         for name, seconds in more.items():
             taken[name] += seconds
-    return {name: 1e3 * statistics.median(seconds) for name, seconds in taken.items()}
+    return taken
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:

@@ -28,7 +28,7 @@ from sj_tac.tuning.strategy import Strategy
 from sj_tac.tuning.trials import ROUNDS, Cost, OutOfTime, Score, Trials
 
 # Times that differ by less are one time: work, which does not depend on the moment, then decides.
-SAME = 0.05
+SAME = 0.1
 FINALISTS = 6
 
 
@@ -79,7 +79,7 @@ def search(
     Tried are: every k and mode in all layers; every layer alone; a path from there, cheapest loss first; then single moves
     and exchanges around the best; and the best with layers left as they are ("keep"). Which candidates are tried depends on
     metrics and work alone (multiply-accumulates and the outputs' memory traffic), not on the clock. Finalists are timed side
-    by side; times within 5 % of the best count as equal, and less work wins.
+    by side; times within 10 % of the best count as equal, and less work wins.
 
     Args:
         model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
@@ -194,7 +194,8 @@ def _explore(trials: Trials, goal: Goal) -> str:
     strategy = Strategy(trials, work)
     rank: Callable[[Trial], Any] = goal.rank
     try:
-        strategy.uniform()
+        if not strategy.uniform():
+            return ""
         strategy.alone()
         strategy.path(goal.fits if goal.speedup is None else None)
         fitting = [t for t in trials.tried.values() if not t.refused and goal.fits(t)]
@@ -226,7 +227,7 @@ def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) 
         speeds = {t.name: t.speedup for t in tried}
     running = [t for t in tried if t.name in speeds and goal.fits(replace(t, speedup=speeds[t.name]))]
     if not running:
-        return None, _unreachable(tried, goal, trials.score.name, source)
+        return None, _unreachable(trials, tried, goal, source)
     fastest = max(running, key=lambda t: speeds[t.name])
     if speeds[fastest.name] < 1:
         return None, (
@@ -238,7 +239,11 @@ def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) 
     return cheapest([t for t in running if speeds[t.name] * (1 + SAME) >= speeds[fastest.name]]), ""
 
 
-def _unreachable(tried: Sequence[Trial], goal: Goal, metric: str, source: float) -> str:
+def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: float) -> str:
+    metric = trials.score.name
+    refused = [t for t in trials.tried.values() if t.refused]
+    if not tried and refused:
+        return f"no layer may be converted alike in modes {trials.space.modes}: {refused[0].refused}"
     if not tried:
         return "nothing could be measured before the time limit; give it more seconds (time_limit), or fewer samples"
     if goal.speedup is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -23,20 +24,18 @@ class Strategy:
     trials: Trials
     work: dict[str, float]
     losses: dict[tuple[str, int], float] = field(default_factory=dict)
+    mode: str = ""  # in which single layers are moved; the others are tried on what that finds
 
     @property
     def space(self) -> Space:
         return self.trials.space
 
-    @property
-    def mode(self) -> str:
-        """The mode that single layers are moved in; the others are tried on what it finds."""
-        return self.space.modes[0]
-
-    def uniform(self) -> None:
-        """The same in every layer."""
+    def uniform(self) -> bool:
+        """The same in every layer. False where no mode is possible in all of them."""
         for choice in self.space.aggregating:
-            self.trials(self.space.all(choice))
+            found = self.trials(self.space.all(choice))
+            self.mode = self.mode or ("" if found.refused else choice.mode)
+        return bool(self.mode)
 
     def alone(self) -> None:
         """Every layer alone at every k, the others at the least k: what it costs the metric, never less at a larger k."""
@@ -46,7 +45,7 @@ class Strategy:
             worst = 0.0
             for k in self.space.ks[1:]:
                 found = self.trials(self.space.all(least) | {layer: Choice(self.mode, k)})
-                worst = max(worst, 1.0 if found.refused else base.metric - found.metric)
+                worst = max(worst, math.inf if found.refused else base.metric - found.metric)
                 self.losses[layer, k] = worst
 
     def path(self, fits: Fits | None) -> None:
@@ -105,7 +104,8 @@ class Strategy:
         return self.work.get(layer, 0) * (1 / old - 1 / new)
 
     def _lost(self, layer: str, old: int, new: int) -> float:
-        return self.losses.get((layer, new), 0.0) - self.losses.get((layer, old), 0.0)
+        then = self.losses.get((layer, new), 0.0)
+        return then if math.isinf(then) else then - self.losses.get((layer, old), 0.0)
 
     def _price(self, choices: dict[str, Choice], layer: str) -> tuple[float, float]:
         """Metric lost for each piece of work saved by the next k; where nothing is lost, what saves most comes first."""

@@ -6,19 +6,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from sj_tac import host
-from sj_tac.conversion import convert_with, report
+from sj_tac.conversion import convert_with, deep_copy, report
 from sj_tac.errors import BatchError, PolicyError, SearchError
 from sj_tac.report import total_macs
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial
 from sj_tac.tuning.log import Log
-from sj_tac.tuning.measure import Decode, Metric, accuracy, labels_of, milliseconds, scores
+from sj_tac.tuning.measure import Decode, Metric, accuracy, labels_of, milliseconds, milliseconds_afresh, scores
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Choice, Choices, Space, described, read_choices
 
@@ -93,8 +94,9 @@ class Trials:
     def __post_init__(self) -> None:
         self.done = {entry["name"]: Trial(**entry) for entry in self.log.entries if "name" in entry}
         self.tried: dict[str, Trial] = {}
-        # Candidates are timed in turns with one converted net: the source takes several times as long.
-        self.reference = self.net(self.space.all(Choice(self.space.modes[0], self.space.ks[0])))
+        # Candidates are timed in turns with one converted net: the source takes several times as long. No layer of the space
+        # refuses to preserve.
+        self.reference = self.net(self.space.all(Choice("preserve", self.space.ks[0])))
         self.macs = {v.layer: v.macs_before or 0 for v in report(self.reference).verdicts}
         self.baseline = self._baseline()
 
@@ -159,7 +161,9 @@ class Trials:
         for entry in self.log.entries:
             if entry.get("final") == names:
                 return dict(entry["ms"])
-        nets = {t.name: self.net(read_choices(t.choices, self.space.layers)) for t in finalists}
-        taken = milliseconds({"source": self.source, **nets}, self.batches[0].frames, self.rounds, enough=3.0, slow="source")
+        every = {t.name: read_choices(t.choices, self.space.layers) for t in finalists}
+        make = {name: partial(self.net, choices) for name, choices in every.items()}
+        make["source"] = partial(deep_copy, self.source)
+        taken = milliseconds_afresh(make, self.batches[0].frames, self.rounds, "source")
         self.log.add({"final": names, "ms": taken})
         return taken

@@ -159,7 +159,7 @@ WRONG = [
     (2, "level=2.0 must be in (0, 1)", ["diagnose", "--data", "good.npy", "--level", "2"]),
     (2, "--policy auto needs --data", ["convert", "nets:DigitNet", "--out", "x.pt", "--policy", "auto"]),
     (2, "write the k after a colon", ["bench", "nets:DigitNet", "--data", "good.npy", "--policy", "preserve"]),
-    (2, "x>=1", ["bench", "nets:DigitNet", "--data", "good.npy", "--rounds", "0"]),
+    (2, "Invalid value for '--rounds'", ["bench", "nets:DigitNet", "--data", "good.npy", "--rounds", "0"]),
     (1, "no chain of", ["convert", "bare:Bare", "--out", "x.pt"]),
 ]  # fmt: skip
 

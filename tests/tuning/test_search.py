@@ -8,7 +8,7 @@ import costs
 import pytest
 import torch
 from spikingjelly.activation_based import layer
-from support import csnn, frames, same_state
+from support import csnn, frames, node, same_state
 from torch import nn
 
 import sj_tac
@@ -112,20 +112,23 @@ def test_measured_time_decides_between_finalists(monkeypatch, tmp_path):
     x = frames(6, 12, 2, 8, 8)
 
     def clock(keep):
-        def milliseconds(nets, *timing, **more):
+        def milliseconds(nets, *timing):
             taken = {}
             for name, net in nets.items():
+                net = net if isinstance(net, nn.Module) else net()
                 found = sj_tac.report(net).verdicts if "_sj_tac" in vars(net) else []
                 taken[name] = 10.0 + sum(keep if v.status == "converted" else 0 for v in found)
             return taken
 
         return milliseconds
 
-    monkeypatch.setattr("sj_tac.tuning.trials.milliseconds", clock(-1.0))
+    for name in ("milliseconds", "milliseconds_afresh"):
+        monkeypatch.setattr(f"sj_tac.tuning.trials.{name}", clock(-1.0))
     policy = sj_tac.search(csnn(), x, max_drop=1, ks=(1, 2), progress=False, out=tmp_path / "e.json")
     assert [r.k for r in policy.rules] == [2, 2, 2]
     assert policy.evidence.final["source"] == 10
-    monkeypatch.setattr("sj_tac.tuning.trials.milliseconds", clock(+1.0))
+    for name in ("milliseconds", "milliseconds_afresh"):
+        monkeypatch.setattr(f"sj_tac.tuning.trials.{name}", clock(+1.0))
     with pytest.raises(SearchError, match=r"no policy is faster than the source here.* at 0\.") as raised:
         sj_tac.search(csnn(), x, max_drop=1, ks=(1, 2), progress=False)
     assert raised.value.evidence.chosen == ""
@@ -204,6 +207,20 @@ def test_refused_combinations_are_tried_once_and_never_chosen():
     assert refused  # a collapse by 2 before a k of 3
     assert all("K_NOT_WHOLE" in t.refused for t in refused)
     assert policy.evidence.chosen not in [t.name for t in refused]
+
+
+def test_a_layer_that_refuses_a_mode_is_searched_in_the_others():
+    net = nn.Sequential(
+        layer.Conv2d(2, 3, 3, padding=1, step_mode="m"), node("lif"), layer.MaxPool2d(2, step_mode="m"),
+        layer.Flatten(step_mode="m"), layer.Linear(48, 4, step_mode="m"), node("lif"),
+    ).eval()  # fmt: skip
+    net[2].return_indices = True
+    net[2].forward = lambda x: nn.functional.max_pool2d(x.flatten(0, 1), 2).unflatten(0, x.shape[:2])
+    options = {"max_drop": 1, "ks": (1, 2), "cost": costs.cost, "progress": False, "backend": "reference"}
+    policy = sj_tac.search(net, costs.X, modes=("collapse", "preserve"), **options)
+    assert [(r.mode, r.k) for r in policy.rules] == [("preserve", 2)]
+    with pytest.raises(SearchError, match=r"no layer may be converted alike in modes \('collapse',\): .*COLLAPSE_POOL"):
+        sj_tac.search(net, costs.X, modes=("collapse",), **options)
 
 
 def test_bad_input():
