@@ -132,9 +132,10 @@ def milliseconds_afresh(
     The net named ``slow`` has ``rounds`` rounds; short runs of the others get more, until some seconds have been measured.
     """
     seconds: dict[str, list[float]] = {name: [] for name in make}
-    for _ in range(INSTANCES):
+    instances = min(INSTANCES, rounds)
+    for _ in range(instances):
         nets = {name: build() for name, build in make.items()}
-        for name, taken in _seconds(nets, frames, -(-rounds // INSTANCES), 1.0, slow).items():
+        for name, taken in _seconds(nets, frames, -(-rounds // instances), 1.0, slow).items():
             seconds[name] += taken
     return _medians(seconds)
 
