@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
+
+from sj_tac.shown import Shown
 
 Status = Literal["converted", "kept", "refused", "stretched"]
 
@@ -150,7 +148,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """One verdict per conv (and per stretched neuron), in the order of the model. ``print`` shows a table."""
 
     verdicts: tuple[Verdict, ...]
@@ -188,9 +186,6 @@ class Report:
         plain = {"title": self.title, "verdicts": [asdict(v) for v in self.verdicts]}
         return plain if self.evidence is None else plain | {"evidence": self.evidence.to_dict()}
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
-
     def __rich__(self) -> Table:
         table = Table(title=self.title, caption=self._summary(), caption_justify="left", title_justify="left")
         for column, style in (
@@ -208,13 +203,8 @@ class Report:
             table.add_row(v.layer, v.status, v.mode or "", str(v.k or ""), _macs(v), v.kernel or "", why)
         return table
 
-    def __str__(self) -> str:
-        text = io.StringIO()
-        # The terminal's width; wide enough for the reasons where there is no terminal.
-        Console(file=text, width=shutil.get_terminal_size((140, 24)).columns).print(
-            self, *([] if self.evidence is None else [self.evidence])
-        )
-        return text.getvalue()
+    def _parts(self) -> list[Any]:
+        return [self] if self.evidence is None else [self, self.evidence]
 
     def _summary(self) -> str:
         before, after = total_macs(self.verdicts)

@@ -91,6 +91,17 @@ def csnn(channels: int = 4, classes: int = 3, make: Any = None, size: int = 8) -
     return awake(net.eval(), frames(6, 2, 2, size, size))
 
 
+def no_collapse() -> nn.Sequential:
+    """A net whose one convolution may be preserved and not collapsed: its pool wants indices (which nobody reads)."""
+    net = nn.Sequential(
+        layer.Conv2d(2, 3, 3, padding=1, step_mode="m"), node("lif"), layer.MaxPool2d(2, step_mode="m"),
+        layer.Flatten(step_mode="m"), layer.Linear(48, 4, step_mode="m"), node("lif"),
+    ).eval()  # fmt: skip
+    net[2].return_indices = True
+    net[2].forward = lambda x: nn.functional.max_pool2d(x.flatten(0, 1), 2).unflatten(0, x.shape[:2])
+    return net
+
+
 @torch.no_grad()
 def awake(net: nn.Module, x: torch.Tensor, low: float = 0.05, high: float = 0.5) -> nn.Module:
     """Move the threshold of every neuron until it fires at a rate between ``low`` and ``high`` on ``x``.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -22,6 +18,7 @@ from sj_tac.conversion import check_plain, convert_with, plan, report
 from sj_tac.errors import PolicyError
 from sj_tac.files import write_text
 from sj_tac.report import total_macs
+from sj_tac.shown import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import Decode, accuracy, firing, labels_of, milliseconds_afresh, scores
@@ -59,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Shown):
     """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture."""
 
     title: str
@@ -72,13 +69,6 @@ class Bench:
     def __getitem__(self, name: str) -> Row:
         """The row of that name. Raises KeyError."""
         return {row.name: row for row in self.rows}[name]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """JSON at ``path``, accuracy and speed-up as bars in a PNG beside it. Raises WriteError, ImportError."""
@@ -107,11 +97,6 @@ class Bench:
                 f"{r.speedup:.2f}x",
             )
         return table
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=shutil.get_terminal_size((125, 24)).columns).print(self)
-        return text.getvalue()
 
 
 def bench(

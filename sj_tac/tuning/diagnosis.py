@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import BatchError, ModelTypeError
+from sj_tac.shown import Shown
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.ordering import Ordering
 
@@ -27,7 +25,7 @@ SUGGESTED = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Shown):
     """Whether the order of frames carries anything.
 
     Attributes:
@@ -60,13 +58,6 @@ class Diagnosis:
     reasons: tuple[str, ...]
     layers: dict[str, Diagnosis] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
-
     def __rich__(self) -> Group | Table:
         table = Table(title=f"Time in {self.samples} samples of T = {self.steps}: {self.verdict}", title_justify="left")
         for column in ("input of", "verdict", "ratio", "effect", "p", "samples with order", "k"):
@@ -82,11 +73,6 @@ class Diagnosis:
                 str(found.suggested_k or "-"),
             )
         return Group(table, *self.reasons)
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=shutil.get_terminal_size((125, 24)).columns).print(self)
-        return text.getvalue()
 
 
 def diagnose(

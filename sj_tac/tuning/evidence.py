@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from sj_tac.files import write_text
+from sj_tac.shown import Shown
 from sj_tac.tuning.diagnosis import Diagnosis
 from sj_tac.tuning.plots import frontier_plot
 
@@ -53,7 +51,7 @@ def frontier(trials: Iterable[Trial]) -> list[Trial]:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Evidence(Shown):
     """Everything a search measured. ``print`` shows the frontier; ``save`` writes JSON and a picture.
 
     Attributes:
@@ -93,9 +91,6 @@ class Evidence:
         """Plain data."""
         return asdict(self) | {"frontier": [t.name for t in self.frontier]}
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
-
     def save(self, path: str | os.PathLike[str]) -> Path:
         """JSON at ``path``, the Pareto plot as a PNG beside it. Raises WriteError, ImportError (no matplotlib)."""
         write_text(path, self.to_json() + "\n")
@@ -107,11 +102,6 @@ class Evidence:
 
     def __rich__(self) -> Group:
         return Group(self._table(), *self._words())
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=shutil.get_terminal_size((125, 24)).columns).print(self)
-        return text.getvalue()
 
     def _table(self) -> Table:
         table = Table(title=f"Searched: {self.objective}", title_justify="left")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -20,6 +16,7 @@ from sj_tac import environment
 from sj_tac.conversion import check_plain, convert_with, report
 from sj_tac.errors import PolicyError
 from sj_tac.files import write_text
+from sj_tac.shown import Shown
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import Decode, firing, milliseconds, scores
 from sj_tac.tuning.plots import heat_map
@@ -53,7 +50,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Shown):
     """Effects of every layer, mode and k. ``print`` shows a table; ``save`` writes JSON and a heat map."""
 
     effects: tuple[Effect, ...]
@@ -62,13 +59,6 @@ class Sensitivity:
     steps: int
     rounds: int
     machine: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """JSON at ``path``, the heat map (layers x k) as a PNG beside it. Raises WriteError, ImportError (no matplotlib)."""
@@ -98,11 +88,6 @@ class Sensitivity:
             )  # fmt: skip
             table.add_row(name, e.mode, str(e.k), *figures)
         return table
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=shutil.get_terminal_size((125, 24)).columns).print(self)
-        return text.getvalue()
 
 
 def sensitivity(

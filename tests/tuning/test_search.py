@@ -8,7 +8,7 @@ import costs
 import pytest
 import torch
 from spikingjelly.activation_based import layer
-from support import csnn, frames, node, same_state
+from support import csnn, frames, no_collapse, same_state
 from torch import nn
 
 import sj_tac
@@ -210,12 +210,7 @@ def test_refused_combinations_are_tried_once_and_never_chosen():
 
 
 def test_a_layer_that_refuses_a_mode_is_searched_in_the_others():
-    net = nn.Sequential(
-        layer.Conv2d(2, 3, 3, padding=1, step_mode="m"), node("lif"), layer.MaxPool2d(2, step_mode="m"),
-        layer.Flatten(step_mode="m"), layer.Linear(48, 4, step_mode="m"), node("lif"),
-    ).eval()  # fmt: skip
-    net[2].return_indices = True
-    net[2].forward = lambda x: nn.functional.max_pool2d(x.flatten(0, 1), 2).unflatten(0, x.shape[:2])
+    net = no_collapse()
     options = {"max_drop": 1, "ks": (1, 2), "cost": costs.cost, "progress": False, "backend": "reference"}
     policy = sj_tac.search(net, costs.X, modes=("collapse", "preserve"), **options)
     assert [(r.mode, r.k) for r in policy.rules] == [("preserve", 2)]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer, neuron
-from support import csnn, frames, node, recorded
+from support import csnn, frames, no_collapse, recorded
 from torch import nn
 
 import sj_tac
@@ -73,12 +73,7 @@ def test_table_json_and_heat_map(found, tmp_path):
 
 
 def test_a_layer_that_refuses_a_mode_is_an_entry_with_the_reason(tmp_path):
-    net = nn.Sequential(
-        layer.Conv2d(2, 3, 3, padding=1, step_mode="m"), node("lif"), layer.MaxPool2d(2, step_mode="m"),
-        layer.Flatten(step_mode="m"), layer.Linear(48, 4, step_mode="m"), node("lif"),
-    ).eval()  # fmt: skip
-    net[2].return_indices = True
-    net[2].forward = lambda x: nn.functional.max_pool2d(x.flatten(0, 1), 2).unflatten(0, x.shape[:2])
+    net = no_collapse()
     found = sj_tac.sensitivity(net, X, ks=(2,), rounds=1, progress=False)
     refused = [e for e in found.effects if e.refused]
     assert [(e.layer, e.mode) for e in refused] == [("0", "collapse")]
