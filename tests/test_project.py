@@ -66,8 +66,8 @@ def test_any_module_can_be_imported_first_and_none_starts_cuda(first):
 def test_imports_point_downwards():
     order = [
         "errors", "environment", "files", "shown", "dispatch", "spans", "policy", "host", "kernels", "functional", "shared",
-        "fusion", "places", "report", "drives", "swapped", "hooks", "operators", "rewrites", "experimental", "conversion", "tuning",
-        "afterwards", "convert", "cli", "__main__",
+        "fusion", "places", "report", "drives", "swapped", "hooks", "operators", "rewrites", "experimental", "conversion",
+        "tuning", "afterwards", "convert", "cli", "__main__",
     ]  # fmt: skip
     for path in [*ROOT.joinpath("sj_tac").rglob("*.py"), *ROOT.joinpath("rewrites").glob("*.py")]:
         own = path.relative_to(ROOT).parts
