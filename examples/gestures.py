@@ -23,6 +23,8 @@ from datasets import DataError, binned
 from rich.progress import track
 from torch import Tensor
 
+from sj_tac.files import write_whole
+
 CLASSES = (
     "right", "left", "down", "up", "down-right", "up-left", "clockwise", "counter-clockwise", "approach", "retreat", "shake",
 )  # fmt: skip
@@ -173,7 +175,5 @@ def generate(count: int, steps: int, size: int, seed: int, cache: Path | None = 
         counts = binned(columns, steps, SENSOR, size, 0, DURATION_US)
         frames[:, i] = torch.from_numpy(counts.clip(max=255)).to(torch.uint8)
     if path:
-        from training import write_whole
-
         write_whole(path, lambda temporary: np.savez_compressed(temporary, frames=frames.numpy(), labels=labels.numpy()))
     return frames, labels

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from spikingjelly.activation_based import functional
 from torch import nn
-from training import LOSSES, Data, Loss, Recipe, RunError, Workers, fit, predict, write_whole
+from training import LOSSES, Data, Loss, Recipe, RunError, Workers, fit, predict
 
 import sj_tac
 from sj_tac import Policy, environment, experimental
+from sj_tac.files import write_whole
 from sj_tac.report import total_macs
 from sj_tac.tuning.bench import SOURCE, host_configurations
 from sj_tac.tuning.measure import in_turns

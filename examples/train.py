@@ -17,7 +17,9 @@ import nets
 import numpy as np
 import torch
 from torch import nn
-from training import Data, Recipe, fit, predict, write_whole
+from training import Data, Recipe, fit, predict
+
+from sj_tac.files import write_whole
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 

@@ -11,7 +11,6 @@ import contextlib
 import csv
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,8 @@ from rich.progress import Progress
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from sj_tac.files import write_whole
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -136,19 +137,6 @@ class Workers:
     def wait(self) -> None:
         if self.count > 1:
             dist.barrier()
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """``write(temporary)``, moved to ``path`` once it is done: a reader, or a kill, never meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    try:
-        write(Path(name))
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
     Raises:
         WriteError: the system could not write it; a file that stood at ``path`` is as it was.
     """
-    target, draft = Path(path), None
+    target = Path(path)
+    draft: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
-        os.close(handle)
-        draft = Path(name)
+        name = target.with_name(f".{target.name}.{secrets.token_hex(4)}{target.suffix}")
+        # With the rights of any new file, which temporary ones do not have.
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        draft = name
         write(draft)
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
