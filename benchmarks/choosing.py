@@ -6,6 +6,7 @@ leaves, .../baseline-k=1-scratch/last.pt). A policy is chosen on calibration sam
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -87,17 +88,15 @@ def gesture(checkpoint: Path) -> Task:
     return Task("GestureNet", net, calibration, test, 20, about)
 
 
-def searched(task: Task, out: Path) -> dict[float, sj_tac.Policy]:
+def searched(task: Task, out: Path, logs: Path) -> dict[float, sj_tac.Policy]:
     """A policy for every budget; what was tried for one is not tried again for the next."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for drop in DROPS:
-            policy = sj_tac.search(
-                task.net, task.batches(task.calibration), max_drop=drop, log=Path(folder) / "log.jsonl",
-                out=out.with_name(f"{out.stem}-{task.name.lower()}-{drop:g}.json"),
-            )  # fmt: skip
-            found[drop] = policy
-    return found
+    batches = task.batches(task.calibration)
+    shown, log = (out.with_name(f"{out.stem}-{task.name.lower()}.json"), logs / f"{task.name}.jsonl")
+    # The picture and the list of what was tried are those of the middle budget.
+    return {
+        drop: sj_tac.search(task.net, batches, max_drop=drop, log=log, out=shown if drop == DROPS[1] else None)
+        for drop in DROPS
+    }
 
 
 def compared(task: Task, found: dict[float, sj_tac.Policy], rounds: int) -> dict[str, Any]:
@@ -168,6 +167,7 @@ def recalibrated(task: Task) -> list[dict[str, Any]]:
 
 def arguments() -> Namespace:
     made = measure.parser(__doc__ or "")
+    made.add_argument("--logs", type=Path, help="folder of the searches' logs, to go on from after a kill")
     made.add_argument("--gestures", type=Path, help="checkpoint of the gesture net")
     made.add_argument("--nmnist", type=Path, help="an archive of N-MNIST recordings with training ones, to calibrate on")
     return measure.parsed(made)
@@ -178,8 +178,11 @@ def main() -> None:
     out = options.out or measure.RESULTS / f"choosing-cpu-{date.today().isoformat()}.json"
     tasks = [digits(), events(options.nmnist)] + ([gesture(options.gestures)] if options.gestures else [])
     console, results = Console(width=125), {}
+    folder = tempfile.TemporaryDirectory() if options.logs is None else contextlib.nullcontext(options.logs)
+    with folder as logs:
+        every = {task.name: searched(task, out, Path(logs)) for task in tasks}
     for task in tasks:
-        found = searched(task, out)
+        found = every[task.name]
         for policy in found.values():
             console.print(policy.evidence)
         results[task.name] = compared(task, found, options.rounds) | {"recalibrated": recalibrated(task)}

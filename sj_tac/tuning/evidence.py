@@ -27,7 +27,7 @@ class Trial:
             Candidates are timed in turns with one converted net, and that with the source.
         ms: that median; None where a ``cost`` was given. macs: of the convolutions, per sample. work: macs, and what the
             outputs' way through memory is worth in them.
-        refused: why there is no such net; the figures are then None.
+        refused: why there is no such net; metric and speedup are then NaN, and missing from plain data.
     """
 
     choices: dict[str, str]
@@ -39,6 +39,10 @@ class Trial:
     macs: int = 0
     work: int = 0
     refused: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, which JSON can hold; ``Trial(**values)`` reads it back."""
+        return {key: value for key, value in asdict(self).items() if value == value}
 
 
 def frontier(trials: Iterable[Trial]) -> list[Trial]:
@@ -89,7 +93,8 @@ class Evidence(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self) | {"frontier": [t.name for t in self.frontier]}
+        trials = [trial.to_dict() for trial in self.trials]
+        return asdict(self) | {"trials": trials, "frontier": [t.name for t in self.frontier]}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """JSON at ``path``, the Pareto plot as a PNG beside it. Raises WriteError, ImportError (no matplotlib)."""
@@ -132,8 +137,3 @@ def simplicity(trial: Trial) -> tuple[Any, ...]:
     """Between equals: fewer layers left alone, fewer different choices, the name."""
     said = list(trial.choices.values())
     return said.count("keep"), len(set(said)), trial.name
-
-
-def cheapest(trials: Sequence[Trial]) -> Trial:
-    """Least work, then the better metric, then the simpler one: no measured time in it."""
-    return min(trials, key=lambda t: (t.work, -t.metric, *simplicity(t)))

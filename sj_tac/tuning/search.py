@@ -19,7 +19,7 @@ from sj_tac.policy import Policy
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.diagnosis import Diagnosis, diagnose
-from sj_tac.tuning.evidence import Evidence, Trial, cheapest, simplicity
+from sj_tac.tuning.evidence import Evidence, Trial, simplicity
 from sj_tac.tuning.log import Log, fingerprint, machine
 from sj_tac.tuning.measure import Decode, Metric
 from sj_tac.tuning.progress import Bar
@@ -27,8 +27,8 @@ from sj_tac.tuning.space import Space, read_choices
 from sj_tac.tuning.strategy import Strategy
 from sj_tac.tuning.trials import ROUNDS, Cost, OutOfTime, Score, Trials
 
-# Times that differ by less are one time: work, which does not depend on the moment, then decides.
-SAME = 0.1
+# Times that differ by less are one time: the metric, and then work, which do not depend on the moment, decide.
+SAME = 0.05
 FINALISTS = 6
 
 
@@ -79,7 +79,7 @@ def search(
     Tried are: every k and mode in all layers; every layer alone; a path from there, cheapest loss first; then single moves
     and exchanges around the best; and the best with layers left as they are ("keep"). Which candidates are tried depends on
     metrics and work alone (multiply-accumulates and the outputs' memory traffic), not on the clock. Finalists are timed side
-    by side; times within 10 % of the best count as equal, and less work wins.
+    by side; times within 5 % of the best count as equal, and the better metric wins, then less work.
 
     Args:
         model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
@@ -236,7 +236,8 @@ def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) 
         )
     if goal.speedup is not None:
         return min(running, key=goal.rank), ""
-    return cheapest([t for t in running if speeds[t.name] * (1 + SAME) >= speeds[fastest.name]]), ""
+    alike = [t for t in running if speeds[t.name] * (1 + SAME) >= speeds[fastest.name]]
+    return min(alike, key=lambda t: (-t.metric, t.work, *simplicity(t))), ""
 
 
 def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: float) -> str:

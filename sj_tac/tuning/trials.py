@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -108,7 +108,7 @@ class Trials:
                 if time.monotonic() > self.deadline:
                     raise OutOfTime
                 trial = self._measure(choices, name)
-                self.log.add(asdict(trial))
+                self.log.add(trial.to_dict())
                 self.done[name] = trial
                 self.fresh += 1
             self.tried[name] = self.done[name]

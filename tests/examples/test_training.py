@@ -151,20 +151,6 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_place(tmp_path):
     assert not (tmp_path / "last.pt").exists()
 
 
-def test_half_a_file_is_never_met(tmp_path):
-    path = tmp_path / "kept.txt"
-    training.write_whole(path, lambda p: p.write_text("old"))
-
-    def fails(temporary):
-        temporary.write_text("ne")
-        raise OSError("No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        training.write_whole(path, fails)
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
-
-
 def test_two_processes_train_as_one_does(tmp_path):
     """torchrun with gloo, on a net without BatchNorm, whose statistics are each process's own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -207,6 +207,9 @@ def test_refused_combinations_are_tried_once_and_never_chosen():
     assert refused  # a collapse by 2 before a k of 3
     assert all("K_NOT_WHOLE" in t.refused for t in refused)
     assert policy.evidence.chosen not in [t.name for t in refused]
+    # NaN is no JSON.
+    plain = json.loads(policy.evidence.to_json(), parse_constant=lambda text: pytest.fail(text))
+    assert sum("metric" not in trial for trial in plain["trials"]) == len(refused)
 
 
 def test_a_layer_that_refuses_a_mode_is_searched_in_the_others():
