@@ -236,7 +236,8 @@ def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) 
         )
     if goal.speedup is not None:
         return min(running, key=goal.rank), ""
-    alike = [t for t in running if speeds[t.name] * (1 + SAME) >= speeds[fastest.name]]
+    margin = SAME if final else 0.0  # a ``cost`` is exact
+    alike = [t for t in running if speeds[t.name] * (1 + margin) >= speeds[fastest.name]]
     return min(alike, key=lambda t: (-t.metric, t.work, *simplicity(t))), ""
 
 
