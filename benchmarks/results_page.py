@@ -106,7 +106,9 @@ def choosing(content: dict[str, Any]) -> str:
                 ("accuracy", "the fastest at least as accurate"),
             ):
                 other = best[by]
-                rows.append(["", f"{words}: {other['name']}", *_choice(other, f"{other['ratio']:.2f}x")])
+                same = set(entry["choices"].values()) == {other["name"]}
+                ratio = "the same policy" if same else f"{other['ratio']:.2f}x"
+                rows.append(["", f"{words}: {other['name']}", *_choice(other, ratio)])
         head = ["max_drop", "policy", "calibration %", "others %", "ms", "speed-up", "searched is faster by"]
         text += _rows(head, rows)
     return text
