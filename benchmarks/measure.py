@@ -8,7 +8,6 @@ import ctypes
 import gc
 import json
 import statistics
-import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -22,6 +21,7 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 from sj_tac import environment
+from sj_tac.tuning.measure import in_turns
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Ends the name of a configuration whose weights, and so activations, are channels_last.
@@ -30,17 +30,10 @@ LAST = ", channels_last"
 
 def interleaved(runs: dict[str, Callable[[], None]], rounds: int, title: str) -> dict[str, list[float]]:
     """Seconds of every run in every round, one warm-up round first; in each round every run has its turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
     with Progress(transient=True) as progress:
         task = progress.add_task(title, total=(rounds + 1) * len(runs))
-        for i in range(rounds + 1):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                if i:
-                    seconds[name].append(time.perf_counter() - start)
-                progress.advance(task)
-    return seconds
+        in_turns(runs, 1, lambda: progress.advance(task))
+        return in_turns(runs, rounds, lambda: progress.advance(task))
 
 
 class SeparateCalls(nn.Module):
