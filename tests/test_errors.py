@@ -75,7 +75,7 @@ def test_no_chain_found():
     ("policy", "message"),
     [
         ("presrve", r"policy='presrve' is neither a mode nor a file; did you mean 'preserve'"),
-        ("auto", r'policy="auto" measures on your data: convert\(model, "auto", calibration=batches\)'),
+        ("auto", r'policy="auto" (is measured|measures on your data): .*convert\(model, "auto", calibration=batches\)'),
         (7, r"policy: a policy is a mapping with default and rules, got int"),
         ({"default": {"mode": "colapse"}}, r"policy: default.mode is 'colapse'; did you mean 'collapse'"),
         ({"default": {"kk": 2}}, r"policy: unknown key 'default.kk'; did you mean 'k'"),
