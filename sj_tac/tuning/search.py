@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,8 +78,9 @@ def search(
 
     Tried are: every k and mode in all layers; every layer alone; a path from there, cheapest loss first; then single moves
     and exchanges around the best; and the best with layers left as they are ("keep"). Which candidates are tried depends on
-    metrics and work alone (multiply-accumulates and the outputs' memory traffic), not on the clock. Finalists are timed side
-    by side; times within 5 % of the best count as equal, and the better metric wins, then less work.
+    metrics and work alone (multiply-accumulates and the outputs' memory traffic), not on the clock, unless a ``speedup`` is
+    wanted. Finalists are timed side by side; times within 5 % of the best count as equal: the better metric wins, then less
+    work.
 
     Args:
         model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
@@ -103,9 +104,9 @@ def search(
 
     Raises:
         SearchError: no policy meets the goal or is faster than the source, the metric is no number, or ``log`` is another
-            search's; its attribute ``evidence`` says what was tried. WriteError: ``log`` or ``out`` cannot be written; its
-            attribute ``policy`` is what had been found. BatchError, PolicyError, ModelTypeError, TraceError, BackendError,
-            and ConversionError: no layer can be converted.
+            search's; its attribute ``evidence`` says what was tried. WriteError: ``log`` or ``out`` cannot be written; then,
+            for ``out``, its attribute ``policy`` is what was found. BatchError, PolicyError, ModelTypeError, TraceError,
+            BackendError, and ConversionError: no layer can be converted.
     """
     begun = time.monotonic()
     if out is not None:
@@ -227,7 +228,7 @@ def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) 
         speeds = {t.name: t.speedup for t in tried}
     running = [t for t in tried if t.name in speeds and goal.fits(replace(t, speedup=speeds[t.name]))]
     if not running:
-        return None, _unreachable(trials, tried, goal, source)
+        return None, _unreachable(trials, tried, goal, source, speeds)
     fastest = max(running, key=lambda t: speeds[t.name])
     if speeds[fastest.name] < 1:
         return None, (
@@ -237,11 +238,11 @@ def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) 
     if goal.speedup is not None:
         return min(running, key=goal.rank), ""
     margin = SAME if final else 0.0  # a ``cost`` is exact
-    alike = [t for t in running if speeds[t.name] * (1 + margin) >= speeds[fastest.name]]
+    alike = [t for t in running if speeds[t.name] >= max(1.0, speeds[fastest.name] / (1 + margin))]
     return min(alike, key=lambda t: (-t.metric, t.work, *simplicity(t))), ""
 
 
-def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: float) -> str:
+def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: float, speeds: Mapping[str, float]) -> str:
     metric = trials.score.name
     refused = [t for t in trials.tried.values() if t.refused]
     if not tried and refused:
@@ -254,10 +255,11 @@ def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: flo
             f"no policy has {metric} >= {goal.floor:.4f}: the source has {source:.4f}, and the best of {len(tried)} tried, "
             f"{top.name!r}, {top.metric:.4f}; allow a larger max_drop"
         )
-    top = max(tried, key=lambda t: t.speedup)
+    # Of those that were timed side by side, where any were.
+    fastest = max((t.name for t in tried if t.name in speeds), key=lambda name: speeds[name])
     return (
-        f"no policy reaches {goal.speedup:g}x the source's speed: the fastest of {len(tried)} tried is {top.name!r} at "
-        f"{top.speedup:.2f}x; ask for less, or add layers=('conv', 'linear')"
+        f"no policy reaches {goal.speedup:g}x the source's speed: the fastest of {len(tried)} tried is {fastest!r} at "
+        f"{speeds[fastest]:.2f}x; ask for less, or add layers=('conv', 'linear')"
     )
 
 

@@ -135,6 +135,22 @@ def test_measured_time_decides_between_finalists(monkeypatch, tmp_path):
     assert len(raised.value.evidence.trials) > 3
 
 
+def test_between_equal_times_the_metric_decides_but_never_for_what_is_slower_than_the_source(monkeypatch):
+    x = frames(6, 12, 2, 8, 8)
+
+    def final(one, two):
+        taken = {"source": 10.0, "preserve 1": one, "preserve 2": two}
+        monkeypatch.setattr(
+            "sj_tac.tuning.trials.milliseconds_afresh", lambda make, *rest: {n: taken.get(n, 99.0) for n in make}
+        )
+        policy = sj_tac.search(csnn(), x, max_drop=1, ks=(1, 2), modes=("preserve",), progress=False, rounds=1)
+        return policy.evidence.chosen
+
+    assert final(9.9, 9.7) == "preserve 1"
+    assert final(10.1, 9.8) == "preserve 2"
+    assert final(9.0, 5.0) == "preserve 2"
+
+
 def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path):
     net = csnn().train()
     net[2].register_forward_hook(lambda *args: pytest.fail("the user's hook ran"))
