@@ -90,7 +90,7 @@ def search(
             larger is better; None: accuracy where there are labels.
         max_drop: how much of the metric may be lost, absolutely (0.01: one point of accuracy).
         speedup: search the best metric at this speed, at the least, instead; ``max_drop`` then has no say.
-        time_limit: seconds after which nothing new is tried.
+        time_limit: seconds after which nothing new is tried; the first candidate and the finalists are measured in any case.
         ks: None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T. layers: "conv", "linear".
         modes: the first is searched layer by layer, the others on what that finds.
         rounds: timed rounds of the finalists. cost: a function of a net (milliseconds on another device, joules) that takes
@@ -245,10 +245,8 @@ def _choose(trials: Trials, goal: Goal, final: dict[str, float], source: float) 
 def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: float, speeds: Mapping[str, float]) -> str:
     metric = trials.score.name
     refused = [t for t in trials.tried.values() if t.refused]
-    if not tried and refused:
-        return f"no layer may be converted alike in modes {trials.space.modes}: {refused[0].refused}"
     if not tried:
-        return "nothing could be measured before the time limit; give it more seconds (time_limit), or fewer samples"
+        return f"no layer may be converted alike in modes {trials.space.modes}: {refused[0].refused}"
     if goal.speedup is None:
         top = max(tried, key=lambda t: t.metric)
         return (

@@ -105,7 +105,7 @@ class Trials:
         name = self.space.name(choices)
         if name not in self.tried:
             if name not in self.done:
-                if time.monotonic() > self.deadline:
+                if self.tried and time.monotonic() > self.deadline:  # one there must be
                     raise OutOfTime
                 trial = self._measure(choices, name)
                 self.log.add(trial.to_dict())
