@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from rewrites import swap
 from sj_tac import host
 from sj_tac.conversion import RECORD, Recalibrated, deep_copy, record_of, report
-from sj_tac.errors import BatchError, BatchNormMovedWarning, ConversionError, PolicyError
+from sj_tac.errors import BatchNormMovedWarning, ConversionError, PolicyError
 from sj_tac.operators import has_trained_logits
 from sj_tac.places import NormPlace
 from sj_tac.policy import as_policy, name_matches, nearest
 from sj_tac.report import Report
 from sj_tac.swapped import is_swapped
 from sj_tac.tuning.batches import read
+from sj_tac.tuning.measure import run_batch
 
 
 def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool = False) -> nn.Module:
@@ -113,7 +114,7 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
 
     Running mean and variance become the averages of the batches' own, as ``torch.optim.swa_utils.update_bn`` does it;
     nothing else is trained. The source's are kept: ``undo=True`` and ``restore`` put them back. Whether it helps depends on
-    the mode: docs/choosing.md has what was measured.
+    the net: docs/choosing.md has what was measured.
 
     Args:
         batches: an iterable of frames [T, N, C, H, W] or (frames, labels); labels are not used.
@@ -154,7 +155,6 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
 
 def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> None:
     """Cumulative averages of batch statistics; the model's mode and memories are left as they were."""
-    device = next((t.device for t in [*converted.parameters(), *converted.buffers()]), torch.device("cpu"))
     kept = {name: (norm.momentum, norm.num_batches_tracked.clone()) for name, norm in norms.items()}
     with host.looked_at(converted):
         try:
@@ -162,15 +162,7 @@ def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> N
                 norm.reset_running_stats()
                 norm.momentum, norm.training = None, True
             for number, batch in enumerate(read(batches)):
-                host.reset_memories(converted)
-                try:
-                    converted(batch.frames.to(device))
-                except Exception as error:
-                    shape = list(batch.frames.shape)
-                    raise BatchError(
-                        f"the model does not run on batch {number} of shape {shape} ({type(error).__name__}: {error}); "
-                        "its statistics were left as they were"
-                    ) from error
+                run_batch(converted, batch.on(converted), number)
         finally:
             for name, norm in norms.items():
                 norm.momentum = kept[name][0]

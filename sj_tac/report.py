@@ -203,7 +203,7 @@ class Report(Shown):
             table.add_row(v.layer, v.status, v.mode or "", str(v.k or ""), _macs(v), v.kernel or "", why)
         return table
 
-    def _parts(self) -> list[Any]:
+    def parts(self) -> list[Any]:
         return [self] if self.evidence is None else [self, self.evidence]
 
     def _summary(self) -> str:

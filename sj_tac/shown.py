@@ -24,9 +24,9 @@ class Shown:
     def __str__(self) -> str:
         text = io.StringIO()
         # The terminal's width; wide enough for the reasons where there is no terminal.
-        Console(file=text, width=shutil.get_terminal_size((140, 24)).columns).print(*self._parts())
+        Console(file=text, width=shutil.get_terminal_size((140, 24)).columns).print(*self.parts())
         return text.getvalue()
 
-    def _parts(self) -> list[Any]:
+    def parts(self) -> list[Any]:
         """What is printed, one after the other."""
         return [self]

@@ -115,7 +115,7 @@ def test_a_failure_half_way_changes_nothing():
     before = statistics(fast)
     for bad, message in (
         ([X, torch.full_like(X, torch.nan)], "batch 1 .* NaN"),
-        ([X, torch.rand(6, 4, 5, 8, 8)], r"does not run on batch 1 of shape \[6, 4, 5, 8, 8\].*left as they were"),
+        ([X, torch.rand(6, 4, 5, 8, 8)], r"does not run on batch 1 of shape \[6, 4, 5, 8, 8\]"),
         ([], "there are no batches"),
     ):
         with pytest.raises(BatchError, match=message):

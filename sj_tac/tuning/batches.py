@@ -27,7 +27,9 @@ class Batch:
     def samples(self) -> int:
         return self.frames.shape[1]
 
-    def to(self, device: torch.device) -> Batch:
+    def on(self, model: nn.Module) -> Batch:
+        """The batch on the model's device."""
+        device = next((t.device for t in [*model.parameters(), *model.buffers()]), self.frames.device)
         return Batch(self.frames.to(device), None if self.labels is None else self.labels.to(device))
 
 
@@ -59,8 +61,7 @@ def read(batches: Any) -> Iterator[Batch]:
 
 def collect(batches: Any, model: nn.Module) -> list[Batch]:
     """All batches, in memory and where the model is, so that every candidate sees the same. Raises BatchError."""
-    device = next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    found = [batch.to(device) for batch in read(batches)]
+    found = [batch.on(model) for batch in read(batches)]
     labelled = [batch.labels is not None for batch in found]
     if any(labelled) and not all(labelled):
         raise BatchError(

@@ -13,9 +13,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import BatchError, ModelTypeError
+from sj_tac.errors import ModelTypeError
 from sj_tac.shown import Shown
 from sj_tac.tuning.batches import read
+from sj_tac.tuning.measure import run_batch
 from sj_tac.tuning.ordering import Ordering
 
 Outcome = Literal["collapse", "preserve", "undecided"]
@@ -110,23 +111,16 @@ def diagnose(
 
     def layer(name: str, frames: Tensor) -> None:
         # Every layer has re-orderings of its own, whatever other layers there are.
-        own = layers.setdefault(name, Ordering(permutations, level, seed ^ zlib.crc32(name.encode())))
-        own.add(frames)
+        if name not in layers:
+            layers[name] = Ordering(permutations, level, seed ^ zlib.crc32(name.encode()))
+        layers[name].add(frames)
 
     for number, batch in enumerate(read(batches)):
         steps = batch.steps
         whole.add(batch.frames)
         if model is not None:
-            device = next((p.device for p in model.parameters()), batch.frames.device)
             with host.looked_at(model), _inputs(model, steps, batch.samples, layer):
-                host.reset_memories(model)
-                try:
-                    model(batch.frames.to(device))
-                except Exception as error:
-                    raise BatchError(
-                        f"{type(model).__name__} does not run on batch {number} of shape {list(batch.frames.shape)} "
-                        f"({type(error).__name__}: {error})"
-                    ) from error
+                run_batch(model, batch.on(model), number)
     return _judged(whole, steps, margin, {name: _judged(found, steps, margin, {}) for name, found in layers.items()})
 
 

@@ -24,7 +24,7 @@ PARTS = {
     "model": "the model (its structure or its weights)",
     "batches": "the batches",
     "space": "the policy space (layers, ks, modes)",
-    "metric": "the metric",
+    "metric": "the metric (or decode)",
     "seed": "the seed",
     "speed": "how speed is measured (backend, rounds, cost)",
     "machine": "the machine (processor, threads, versions)",
@@ -47,7 +47,7 @@ def fingerprint(model: nn.Module, batches: Sequence[Batch]) -> dict[str, str]:
 def machine() -> str:
     """What times depend on, but for the date."""
     found = environment.describe()
-    return ", ".join(f"{key} {value}" for key, value in found.items() if key not in ("date", "sj_tac"))
+    return ", ".join(f"{key} {value}" for key, value in found.items() if key != "date")
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -27,6 +27,20 @@ def run(net: nn.Module, frames: Tensor) -> Any:
     return net(frames)
 
 
+def run_batch(net: nn.Module, batch: Batch, number: int) -> Any:
+    """``run``, of which a failure names the batch. Raises BatchError."""
+    try:
+        return run(net, batch.frames)
+    except Exception as error:
+        raise BatchError(
+            f"{type(net).__name__} does not run on {described(batch, number)} ({type(error).__name__}: {error})"
+        ) from error
+
+
+def described(batch: Batch, number: int) -> str:
+    return f"batch {number} of shape {list(batch.frames.shape)}"
+
+
 def scores(net: nn.Module, batches: Sequence[Batch], decode: Decode | None = None, seed: int = 0) -> Tensor:
     """Class scores [N, C] of all samples, in float64; the net is left as it was. Random encoders start from ``seed``.
 
@@ -39,14 +53,8 @@ def scores(net: nn.Module, batches: Sequence[Batch], decode: Decode | None = Non
     with host.looked_at(net):
         torch.manual_seed(seed)
         for number, batch in enumerate(batches):
-            where = f"batch {number} of shape {list(batch.frames.shape)}"
-            try:
-                output = run(net, batch.frames)
-            except Exception as error:
-                raise BatchError(
-                    f"{type(net).__name__} does not run on {where} ({type(error).__name__}: {error})"
-                ) from error
-            score = _decoded(output, batch.samples, decode, where)
+            where = described(batch, number)
+            score = _decoded(run_batch(net, batch, number), batch.samples, decode, where)
             if not torch.isfinite(score).all():
                 raise BatchError(f"the output of {type(net).__name__} on {where} is NaN or infinite")
             found.append(score.double())

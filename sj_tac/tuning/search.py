@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,7 +120,7 @@ def search(
     goal = _goal(score.name, source, max_drop, speedup)
     header = fingerprint(model, held) | {
         "space": [list(space.layers), list(space.ks), list(space.modes), list(space.kinds)],
-        "metric": score.name,
+        "metric": [score.name, None if decode is None else getattr(decode, "__qualname__", "decode")],
         "seed": seed,
         "speed": [registry.choose(backend), rounds, ROUNDS, None if cost is None else getattr(cost, "__qualname__", "cost")],
         "machine": machine(),
@@ -193,7 +193,6 @@ def _explore(trials: Trials, goal: Goal) -> str:
     """Try candidates. Returns why it ended early, or ""."""
     work = {name: macs * trials.weight(name) for name, macs in trials.macs.items()}
     strategy = Strategy(trials, work)
-    rank: Callable[[Trial], Any] = goal.rank
     try:
         if not strategy.uniform():
             return ""
@@ -201,7 +200,7 @@ def _explore(trials: Trials, goal: Goal) -> str:
         strategy.path(goal.fits if goal.speedup is None else None)
         fitting = [t for t in trials.tried.values() if not t.refused and goal.fits(t)]
         if fitting:
-            best = strategy.climb(min(fitting, key=rank), goal.better, goal.speedup is None)
+            best = strategy.climb(min(fitting, key=goal.rank), goal.better, goal.speedup is None)
             strategy.variants(best)
     except OutOfTime:
         return f"the time limit ended it after {trials.fresh} new measurements"

@@ -15,7 +15,7 @@ from sj_tac.policy import Policy, Rule, Settings, nearest
 MODES = ("preserve", "collapse")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Choice:
     """What happens to one layer: "keep" (k = 1), or preserve or collapse at k."""
 

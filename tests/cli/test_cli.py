@@ -250,6 +250,17 @@ def test_checkpoints_in_wrappers(folder):
         load.model("nets:DigitNet", Path("none.pt"))
 
 
+def test_auto_and_a_metric_of_ones_own(data, folder, capsys, monkeypatch):
+    with np.load(data / "digits.npz") as content:
+        np.savez("few.npz", frames=content["frames"][:4, :40], labels=content["labels"][:40])
+    arguments = (DIGITS[0], "--checkpoint", EXAMPLES / DIGITS[2], "--data", "few.npz", "--batch-size", 20)
+    out, _ = invoked(monkeypatch, capsys, 0, "convert", *arguments, "--policy", "auto", "--out", "fast.pt")
+    assert "on the Pareto frontier" in out
+    Path("own.py").write_text("def metric(net, batches):\n    return -len(batches)\n")
+    more = ("--metric", "own:metric", "--k", 1, "--k", 4, "--rounds", 1, "--out", "p.yaml", "--json")
+    assert json.loads(invoked(monkeypatch, capsys, 0, "search", *arguments, *more)[0])["source_metric"] == -2
+
+
 def test_convert_with_recalibration(data, folder, capsys, monkeypatch):
     arguments = (DIGITS[0], "--checkpoint", EXAMPLES / DIGITS[2], "--data", data / "digits.npz", "--k", 4, "--recalibrate")
     invoked(monkeypatch, capsys, 0, "convert", *arguments, "--out", "fast.pt", "--json")

@@ -277,6 +277,21 @@ def test_auto_diagnoses_searches_and_reports_the_evidence():
     assert "evidence" not in sj_tac.report(sj_tac.convert(csnn())).to_dict()
 
 
+def test_linear_layers_are_searched_where_they_are_asked_for():
+    policy = sj_tac.search(
+        csnn(),
+        costs.X,
+        layers=("conv", "linear"),
+        max_drop=1,
+        ks=(1, 2),
+        cost=costs.cost,
+        backend="reference",
+        progress=False,
+    )
+    assert [r.match for r in policy.rules] == ["0", "4", "8", "12"]
+    assert [v.k for v in sj_tac.report(sj_tac.convert(csnn(), policy)).converted] == [2, 2, 2, 2]
+
+
 def test_auto_says_what_it_needs():
     with pytest.raises(PolicyError, match=r'convert\(model, "auto", calibration=batches\)'):
         sj_tac.convert(csnn(), "auto")
