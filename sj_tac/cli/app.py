@@ -25,6 +25,7 @@ from sj_tac.convert import convert as convert_
 from sj_tac.errors import ConversionError, SearchError, SjTacError
 from sj_tac.files import write_whole
 from sj_tac.policy import Policy
+from sj_tac.shown import Shown
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.bench import bench as bench_
 from sj_tac.tuning.diagnosis import diagnose as diagnose_
@@ -60,14 +61,12 @@ Modes = Annotated[list[str], typer.Option("--mode", help="preserve, collapse; ma
 EPILOG = "Example: "
 
 
-def _show(result: Any, as_json: bool) -> None:
+def _show(result: Shown, as_json: bool) -> None:
     if as_json:
         print(result.to_json())
     else:
         console = Console()
-        (console if console.is_terminal else Console(width=125)).print(
-            result if hasattr(result, "__rich__") else str(result)
-        )
+        (console if console.is_terminal else Console(width=125)).print(*result.parts())
 
 
 def _example(held: list[Any] | None) -> Any:
