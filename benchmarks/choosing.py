@@ -29,7 +29,7 @@ from rich.console import Console
 
 import sj_tac
 from benchmarks import measure
-from sj_tac import environment
+from sj_tac.support import machine
 from sj_tac.tuning.batches import collect
 from sj_tac.tuning.bench import bench
 from sj_tac.tuning.measure import accuracy, labels_of, scores
@@ -187,7 +187,7 @@ def main() -> None:
             console.print(policy.evidence)
         results[task.name] = compared(task, found, options.rounds) | {"recalibrated": recalibrated(task)}
         console.print(results[task.name]["best"], results[task.name]["recalibrated"])
-    content = {"kind": "choosing", "rounds": options.rounds, "machine": environment.describe(), "results": results}
+    content = {"kind": "choosing", "rounds": options.rounds, "machine": machine.describe(), "results": results}
     out.write_text(json.dumps(content, indent=1) + "\n")
     console.print(f"Written: {out}")
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import sj_tac
 from benchmarks import measure, nets
-from sj_tac import environment
 from sj_tac.functional import fire
+from sj_tac.support import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 KS = (1, 2, 4, 8)
@@ -232,7 +232,7 @@ def main() -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         (options.out / "tests.txt").write_text(done.stdout + done.stderr)
         console.print(done.stdout[-1500:])
-    everything: dict[str, Any] = {"machine": environment.describe(), "bandwidth": bandwidth(), "failed": {}}
+    everything: dict[str, Any] = {"machine": machine.describe(), "bandwidth": bandwidth(), "failed": {}}
     for row in everything["bandwidth"]:
         console.print(row)
     for name in options.net or ["DVSGestureNet", "paper-dvs"]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
-from sj_tac import environment
+from sj_tac.support import machine
 from sj_tac.tuning.measure import in_turns
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -162,7 +162,7 @@ def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tup
 def save(path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int) -> Path:
     """All tables with the machine, as JSON beside a PNG of the ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"kind": kind, "rounds": rounds, "machine": environment.describe(), "results": results}
+    content = {"kind": kind, "rounds": rounds, "machine": machine.describe(), "results": results}
     path.write_text(json.dumps(content, indent=1) + "\n")
     try:
         import matplotlib

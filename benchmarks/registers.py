@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import measure
-from sj_tac.kernels import cuda_program as cuda
+from sj_tac.kernels.gpu import program as cuda
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 

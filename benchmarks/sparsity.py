@@ -31,8 +31,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import event_conv, measure
-from sj_tac import environment
 from sj_tac.functional import aggregate
+from sj_tac.support import machine
 
 RATES = (0.01, 0.05, 0.1, 0.2, 0.5)
 STEPS, BATCH, CHANNELS, SIZE = 16, 2, 64, 32
@@ -142,7 +142,7 @@ def main() -> None:
     results = {str(r): measured(r, options.device, options.rounds, not options.no_compile) for r in RATES}
     Console(width=125).print(table(results))
     path = options.out or measure.RESULTS / f"sparsity-{options.device}-{date.today().isoformat()}.json"
-    content: dict[str, Any] = {"kind": "sparsity", "rounds": options.rounds, "machine": environment.describe()}
+    content: dict[str, Any] = {"kind": "sparsity", "rounds": options.rounds, "machine": machine.describe()}
     content |= {"input": [STEPS, BATCH, CHANNELS, SIZE, SIZE], "milliseconds": results}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"Written: {path}")

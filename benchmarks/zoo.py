@@ -30,8 +30,8 @@ import sj_tac
 from benchmarks import zoo_nets
 from benchmarks.measure import RESULTS
 from benchmarks.nets import wake
-from sj_tac import environment
-from sj_tac.fusion import Fusion
+from sj_tac.runtime.fusion import Fusion
+from sj_tac.support import machine
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
 K = 2
@@ -238,7 +238,7 @@ def main() -> None:
     for name in track(options.net or list(zoo_nets.CASES), description="zoo", transient=True):
         rows.append(examine(name, options.rounds))
         gc.collect()
-    where = environment.describe()
+    where = machine.describe()
     text = page(rows, where)
     print(text)
     if options.out or not options.net:

@@ -23,7 +23,7 @@ from datasets import DataError, binned
 from rich.progress import track
 from torch import Tensor
 
-from sj_tac.files import write_whole
+from sj_tac.support.files import write_whole
 
 CLASSES = (
     "right", "left", "down", "up", "down-right", "up-left", "clockwise", "counter-clockwise", "approach", "retreat", "shake",

@@ -21,11 +21,12 @@ from torch import nn
 from training import LOSSES, Data, Loss, Recipe, RunError, Workers, fit, predict
 
 import sj_tac
-from sj_tac import Policy, environment, experimental
-from sj_tac.files import write_whole
-from sj_tac.report import total_macs
+from sj_tac import Policy, experimental
+from sj_tac.support import machine
+from sj_tac.support.files import write_whole
 from sj_tac.tuning.bench import SOURCE, host_configurations
 from sj_tac.tuning.measure import in_turns
+from sj_tac.verdicts import total_macs
 
 # Policies of the user's, each with the k where it does not say one.
 Own = Mapping[str, tuple[Policy, int]]
@@ -308,7 +309,7 @@ def finish(
     fit(source, task.train, recipe, options.out / f"seed{results[0]['seed']}" / Row(BASELINE, None, 1, "scratch").folder)
     milliseconds = times(task, protocol, source, rounds, options.workers.device, own)
     content = {
-        "key": key, "title": task.title, "protocol": asdict(protocol), "machine": environment.describe(),
+        "key": key, "title": task.title, "protocol": asdict(protocol), "machine": machine.describe(),
         "train": len(task.train), "test": len(task.test), "seeds": sorted({r["seed"] for r in results}),
         "milliseconds": milliseconds, "rounds": rounds, "rows": summary(results, milliseconds),
     }  # fmt: skip

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from training import Data, Recipe, fit, predict
 
-from sj_tac.files import write_whole
+from sj_tac.support.files import write_whole
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 

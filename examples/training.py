@@ -25,7 +25,7 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sj_tac.files import write_whole
+from sj_tac.support.files import write_whole
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.utils import parametrize
 
-from rewrites.flow import CARRIES_DRIVES, Flow, Kind, Node, site_layer
+from rewrites.graph import CARRIES_DRIVES, Flow, Kind, Node, site_layer
 from sj_tac import host
-from sj_tac.report import Reason, Refusal
+from sj_tac.verdicts import Reason, Refusal
 
 
 @dataclass(frozen=True)

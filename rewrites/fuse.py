@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from rewrites.chains import Chain
-from rewrites.flow import CARRIES_SUMS, Flow, Kind, Node
-from rewrites.timeaxis import Layout
+from rewrites.graph import CARRIES_SUMS, Flow, Kind, Node
+from rewrites.rates import Layout
 from sj_tac import host
 from sj_tac.errors import BackendError
-from sj_tac.fusion import Fusion, Junction
+from sj_tac.kernels import backends
 from sj_tac.kernels import fire as kernels
-from sj_tac.kernels import registry
-from sj_tac.operators import Swap
-from sj_tac.places import FiringPlace, Place
-from sj_tac.report import Refusal
-from sj_tac.swapped import source_class
+from sj_tac.runtime.fusion import Fusion, Junction
+from sj_tac.runtime.places import FiringPlace, Place
+from sj_tac.runtime.swapped import source_class
+from sj_tac.runtime.swaps import Swap
+from sj_tac.verdicts import Refusal
 
 
 def fuse(model: nn.Module, layout: Layout, flow: Flow, chains: Mapping[str, Chain | Refusal], backend: str) -> None:
@@ -109,7 +109,7 @@ class _Fuse:
         if neuron in self.layout.fusions:
             return
         self.layout.unfused[name] = "its MaxPool does not follow the neuron directly"
-        if self.backend in registry.COMPILED:
+        if self.backend in backends.COMPILED:
             raise BackendError(
                 f"backend={self.backend!r}: layer {name!r} cannot run as one operator: {self.layout.unfused[name]}; use "
                 'backend="auto", which runs it unfused, or mode: preserve for this layer'

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rewrites.timeaxis import Layout
+from rewrites.rates import Layout
 from sj_tac import host
-from sj_tac.hooks import Enter, Expand, Leave
-from sj_tac.operators import absorb, release
-from sj_tac.swapped import is_swapped
+from sj_tac.runtime.root import Enter, Expand, Leave
+from sj_tac.runtime.swapped import is_swapped
+from sj_tac.runtime.swaps import absorb, release
 
 
 def apply(model: nn.Module, layout: Layout) -> list[RemovableHandle]:

@@ -1,18 +1,19 @@
 """sj_tac: temporal-aggregation convolution for pretrained SpikingJelly nets."""
 
-from sj_tac import functional
-from sj_tac.operators import TAC, TACTP
-from sj_tac.policy import Policy, Rule
-from sj_tac.report import Reason, Report, Verdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# Last: some of these functions share their names with modules, and whichever is bound later is what `sj_tac.report` means.
-from sj_tac.conversion import plan, report  # isort: skip
-from sj_tac.afterwards import freeze_bn, recalibrate, restore, set_k  # isort: skip
-from sj_tac.tuning.diagnosis import Diagnosis, diagnose  # isort: skip
-from sj_tac.tuning.sensitivity import Sensitivity, sensitivity  # isort: skip
-from sj_tac.tuning.evidence import Evidence  # isort: skip
-from sj_tac.tuning.search import search  # isort: skip
-from sj_tac.convert import convert  # isort: skip
+if TYPE_CHECKING:
+    from sj_tac import functional as functional
+    from sj_tac.batchnorm import freeze_bn, recalibrate
+    from sj_tac.conversion import convert, plan, report, restore, set_k
+    from sj_tac.operators import TAC, TACTP
+    from sj_tac.policy import Policy, Rule
+    from sj_tac.tuning.diagnosis import Diagnosis, diagnose
+    from sj_tac.tuning.evidence import Evidence
+    from sj_tac.tuning.search import search
+    from sj_tac.tuning.sensitivity import Sensitivity, sensitivity
+    from sj_tac.verdicts import Reason, Report, Verdict
 
 __version__ = "0.1.0"
 
@@ -39,3 +40,32 @@ __all__ = [
     "sensitivity",
     "set_k",
 ]
+
+# Where each public name is; loaded when it is first asked for, so that importing sj_tac starts nothing.
+_HOMES = {
+    "operators": ("TAC", "TACTP"),
+    "policy": ("Policy", "Rule"),
+    "verdicts": ("Reason", "Report", "Verdict"),
+    "batchnorm": ("freeze_bn", "recalibrate"),
+    "conversion": ("convert", "plan", "report", "restore", "set_k"),
+    "tuning.diagnosis": ("Diagnosis", "diagnose"),
+    "tuning.sensitivity": ("Sensitivity", "sensitivity"),
+    "tuning.evidence": ("Evidence",),
+    "tuning.search": ("search",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        found = getattr(import_module(f"sj_tac.{_HOME[name]}"), name)
+    elif name == "functional":
+        found = import_module("sj_tac.functional")
+    else:
+        raise AttributeError(f"module 'sj_tac' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

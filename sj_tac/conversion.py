@@ -1,157 +1,149 @@
-"""Look at the model, decide, swap: ``convert`` under a policy that is known, ``plan`` and ``report``."""
+"""The story on one page: convert a model, say what became of it, change it, turn it back."""
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
-from rewrites import swap
-from rewrites import verify as verification
-from rewrites.analysis import Analysis, analyse
-from rewrites.trace import as_arguments
-from sj_tac import host
-from sj_tac.errors import ConversionError, ModelTypeError
-from sj_tac.kernels import registry
-from sj_tac.report import Reason, Report
-from sj_tac.swapped import is_swapped
-
-RECORD = "_sj_tac"
+from rewrites import pipeline, swap
+from rewrites.pipeline import RECORD, deep_copy, record_of
+from rewrites.pipeline import plan as plan
+from rewrites.pipeline import report as report
+from sj_tac import batchnorm
+from sj_tac.errors import ConversionError, PolicyError
+from sj_tac.policy import as_policy, name_matches, nearest
+from sj_tac.runtime.swaps import has_trained_logits
+from sj_tac.tuning.search import choose
+from sj_tac.verdicts import Report
 
 
-@dataclass(frozen=True)
-class Recalibrated:
-    """Running mean and variance [C] of a BatchNorm before and after they were re-estimated."""
-
-    before: tuple[Tensor, Tensor]
-    after: tuple[Tensor, Tensor]
-    moved: bool
-
-
-@dataclass
-class Record:
-    """What a converted model carries: its analysis, the hooks of its collapsed regions, what its policy was chosen by."""
-
-    analysis: Analysis
-    handles: list[RemovableHandle]
-    title: str
-    evidence: Any = None
-    recalibrated: dict[str, Recalibrated] = field(default_factory=dict)
-
-
-def convert_with(
+def convert(
     model: nn.Module,
-    policy: Any,
+    policy: Any = "preserve",
     k: int = 2,
     *,
     example_input: Any = None,
     backend: str = "auto",
     fuse: bool = True,
     inplace: bool = False,
-    evidence: Any = None,
+    calibration: Any = None,
 ) -> nn.Module:
-    """``convert`` under any policy but "auto"; ``evidence`` for the policy goes into the report."""
-    backend = registry.choose(backend, fuse)
-    check_plain(model)
-    target = model if inplace else deep_copy(model)
-    analysis = analyse(target, policy, k, example_input, backend, fuse)
-    if not analysis.layout.drives:
-        raise ConversionError(_no_chain(model, analysis))
-    if not inplace:
-        host.reset(target)
-    handles = swap.apply(target, analysis.layout)
-    try:
-        _verify(target, analysis, example_input)
-    except BaseException:
-        swap.undo(target, handles)
-        raise
-    setattr(target, RECORD, Record(analysis, handles, type(model).__name__, evidence))
-    return target
+    """A copy of ``model`` whose Conv -> BatchNorm -> LIF chains run one convolution for every ``k`` frames.
 
+    Args:
+        model: a SpikingJelly net in step_mode "m"; input [T, N, C, H, W]. It is left untouched.
+        policy: "preserve" (T stays: event data), "collapse" (T/k frames: rate-coded data), "keep", a dict, a ``Policy``,
+            the path of a YAML file, or "auto": ``sj_tac.diagnose`` and ``sj_tac.search`` on ``calibration``, with defaults.
+        k: frames per convolution where the policy does not say.
+        example_input: a real input; needed by models that ask their input's shape in forward. With it the report has MACs,
+            and the converted net is run: its output must have the source's shape and be finite, and at k=1 be the same.
+        backend: "auto" (numba on the CPU, cupy on CUDA, else reference), or the name of a kernel that must run.
+        fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
+        inplace: change ``model`` itself; needed where it cannot be deep-copied.
+        calibration: for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames, labels). With labels at most a
+            point of accuracy is lost on them; without, the predictions of 99 % stay. The report carries the evidence.
 
-def _verify(target: nn.Module, analysis: Analysis, example_input: Any) -> None:
-    """Run the converted net once beside what was seen of its source, and forget the large part of that."""
-    if analysis.seen is None:
-        return
-    drives = analysis.layout.drives.values()
-    groups = any(analysis.settings[d.name].emit == "groups" for d in drives if d.mode == "collapse")
-    device = next((p.device.type for p in target.parameters()), "cpu")
-    verification.verify(
-        analysis.seen,
-        target,
-        as_arguments(example_input),
-        exact=all(s.k == 1 for s in analysis.settings.values() if s.mode != "keep"),
-        any_rate=groups,
-        runs_here=analysis.backend != registry.CUPY or device == "cuda",
-    )
-    analysis.seen = verification.Run(analysis.seen.macs, [], [])
+    Returns:
+        The same class with the same parameter names and state_dict keys; ``sj_tac.report`` says what became of each layer.
 
-
-def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
-    """The verdicts that ``convert`` would give, without converting; no chain is no error here. Raises as ``convert``."""
-    check_plain(model)
-    target = deep_copy(model)
-    analysis = analyse(target, policy, k, example_input, registry.choose("auto"), True)
-    return analysis.report(target, f"plan for {type(model).__name__}")
-
-
-def report(converted: nn.Module) -> Report:
-    """What became of every conv of a converted model. MACs show once it has seen an input. Raises ConversionError."""
-    record = record_of(converted, "report")
-    return replace(record.analysis.report(converted, record.title), evidence=record.evidence)
-
-
-def check_plain(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ModelTypeError(f"a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
-    for name, module in model.named_modules():
-        if is_swapped(module):
-            where = f"its module {name!r} is" if name else "it is"
-            raise ConversionError(
-                f"{type(model).__name__} cannot be converted again: {where} part of a converted chain; "
-                "sj_tac.restore it first, or change it with sj_tac.set_k"
+    Raises:
+        ModelTypeError, TraceError, PolicyError, BackendError, and ConversionError: no chain, converted before, no deep copy,
+        or the converted net fails on ``example_input`` (then it names the first layer that differs). With "auto" also
+        BatchError and SearchError: no policy is faster. The model is then as it was.
+    """
+    evidence = None
+    if isinstance(policy, str) and policy == "auto":
+        if calibration is None:
+            raise PolicyError(
+                'policy="auto" measures on your data: convert(model, "auto", calibration=batches), with a few batches of '
+                "frames [T, N, C, H, W] or (frames, labels)"
             )
+        if k != 2 or not fuse:
+            raise PolicyError(f'policy="auto" chooses k for each layer and measures fused kernels; drop k={k}, fuse={fuse}')
+        policy = choose(model, calibration, backend=backend)
+        evidence = policy.evidence
+    elif calibration is not None:
+        raise PolicyError(f'calibration= is for policy="auto"; with policy={policy!r} there is nothing to choose')
+    return pipeline.convert_with(
+        model, policy, k, example_input=example_input, backend=backend, fuse=fuse, inplace=inplace, evidence=evidence
+    )
 
 
-def deep_copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model, host.detached_memories(model))
-    except Exception as error:
-        stuck = [
-            f"{name}.{key}".lstrip(".")
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, Tensor) and not value.is_leaf
-        ]
-        which = f" because {stuck[0]!r} is a tensor computed from others (pruning, weight_norm)" if stuck else ""
+def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool = False) -> nn.Module:
+    """The source model again, with the parameters as they are now; statistics that ``recalibrate`` made are taken back.
+
+    Args:
+        inplace: change ``converted`` itself instead of a copy.
+        drop_learned: throw trained aggregation weights away; otherwise they are a reason to refuse.
+
+    Raises:
+        ConversionError: not a converted model, or it has trained aggregation weights.
+
+    Warns:
+        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
+    """
+    record = record_of(converted, "restore")
+    _check_logits(converted, record.analysis.layout.drives, "restore", drop_learned)
+    if not inplace:
+        converted = deep_copy(converted)
+        record = record_of(converted, "restore")
+    # Statistics that moved on after they were re-estimated are training's, and stay.
+    made = {n: r for n, r in record.recalibrated.items() if batchnorm.is_as_made(converted.get_submodule(n), r)}
+    batchnorm.take_back(converted, made)
+    batchnorm.warn_if_moved(batchnorm.norms(converted), "restore")
+    swap.undo(converted, record.handles)
+    delattr(converted, RECORD)
+    return converted
+
+
+def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool = False) -> Report:
+    """Give the converted layers whose name matches another ``k``, in place, and everything behind a collapse what follows.
+
+    Args:
+        layers: exact name, glob or "re:...", of converted convs.
+        drop_learned: throw trained aggregation weights of these layers away; otherwise they are a reason to refuse.
+
+    Raises:
+        PolicyError: ``k`` is no int of at least 1, ``layers`` matches nothing, or a layer refuses it. The model is then
+            as it was. ConversionError: not a converted model, or trained aggregation weights.
+
+    Warns:
+        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
+    """
+    record = record_of(converted, "set_k")
+    old = record.analysis
+    k = as_policy("preserve", k).default.k
+    chosen = [name for name in old.layout.drives if name_matches(name, layers)]
+    if not chosen:
+        raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.layout.drives)}")
+    settings = old.settings | {name: old.settings[name].model_copy(update={"k": k}) for name in chosen}
+    layout = old.lay_out(converted, settings)
+    lost = [name for name in old.layout.drives if name not in layout.drives]
+    if lost:
+        why = layout.refused[lost[0]].detail
+        raise PolicyError(f"set_k: layer {lost[0]!r} refuses, {why}; the model was left as it was")
+    resized = {n: d for n, d in old.layout.drives.items() if d.frames != layout.drives[n].frames}
+    _check_logits(converted, resized, "set_k", drop_learned)
+    changing = {name for name in chosen if old.settings[name].k != k}
+    batchnorm.warn_if_moved({name: norm for name, norm in batchnorm.norms(converted).items() if name in changing}, "set_k")
+    for name, drive in layout.drives.items():
+        drive.seen = old.layout.drives[name].seen
+    for handle in record.handles:
+        handle.remove()
+    analysis = replace(old, settings=settings, layout=layout)
+    # What the policy was chosen by says nothing about another k.
+    changed = replace(record, analysis=analysis, handles=swap.apply(converted, layout), evidence=None)
+    setattr(converted, RECORD, changed)
+    return report(converted)
+
+
+def _check_logits(converted: nn.Module, drives: Mapping[str, Any], action: str, drop: bool) -> None:
+    trained = [name for name in drives if has_trained_logits(converted.get_submodule(name))]
+    if trained and not drop:
         raise ConversionError(
-            f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); make the weights "
-            "plain first (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm), or pass inplace=True"
-        ) from error
-
-
-def record_of(model: Any, action: str) -> Record:
-    if not isinstance(model, nn.Module):
-        raise ModelTypeError(f"{action}: a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
-    record = model.__dict__.get(RECORD)
-    if isinstance(record, Record):
-        return record
-    inner = [name for name, module in model.named_modules() if RECORD in module.__dict__]
-    hint = f"its module {inner[0]!r} is: call {action} on that" if inner else "call sj_tac.convert first"
-    raise ConversionError(f"{action}: {type(model).__name__} is not a converted model; {hint}")
-
-
-def _no_chain(model: nn.Module, analysis: Analysis) -> str:
-    verdicts = analysis.report(model, "").verdicts
-    if not verdicts:
-        return f"{type(model).__name__} has no convolution; sj_tac converts Conv2d -> [BatchNorm2d] -> neuron chains"
-    if all(v.reason == Reason.NOT_MULTI_STEP for v in verdicts):
-        return (
-            f"{type(model).__name__} is in step_mode 's', one frame a call, where nothing can be aggregated; "
-            "call functional.set_step_mode(model, 'm') and feed it [T, N, C, H, W]"
+            f"{action} would throw away the trained aggregation weights (tac_logits) of {trained}; "
+            "pass drop_learned=True if that is meant"
         )
-    lines = [f"  {v.layer}: {v.reason}: {v.detail} ({v.hint})" for v in verdicts]
-    return f"no chain of {type(model).__name__} can be converted:\n" + "\n".join(lines)

@@ -4,45 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from sj_tac import host
 from sj_tac.kernels import aggregate as aggregation
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
-from sj_tac.spans import group_lengths
+from sj_tac.kernels.fire import fire_checked
+from sj_tac.kernels.weights import decay_weights, group_lengths, temporal_sum
 
 __all__ = ["aggregate", "decay_weights", "expand", "fire", "temporal_sum"]
-
-
-def temporal_sum(beta: float | Tensor, steps: int) -> float | Tensor:
-    """``S_K = sum_{j<K} beta^j``: what a neuron with decay ``beta`` gathers from ``steps`` equal drives."""
-    total: float | Tensor = beta**0
-    for j in range(1, steps):
-        total = total + beta**j
-    return total
-
-
-def decay_weights(beta: float | Tensor, lengths: Sequence[int], normalize: bool = True) -> list[float | Tensor]:
-    """Weights of the frames of one group, each frame standing for ``lengths[j]`` steps.
-
-    Frame j is worth what its steps still weigh in the membrane when the group ends: ``beta^(steps after it) * S_len``,
-    over ``S_K`` of the whole group where ``normalize``. With all lengths 1 that is ``w_j = beta^(K-1-j) / S_K``.
-
-    Args:
-        beta: decay per step, in (0, 1]; a 0-dim tensor keeps its gradient.
-        lengths: steps per frame; ``[1] * K`` for plain frames.
-        normalize: weights that sum to 1, so that bias and BatchNorm of a pretrained layer stay right. False is the form
-            of the paper, for nets trained with it.
-    """
-    weights = []
-    for j, length in enumerate(lengths):
-        weights.append(beta ** sum(lengths[j + 1 :]) * temporal_sum(beta, length))
-    if normalize:
-        total = temporal_sum(beta, sum(lengths))
-        weights = [w / total for w in weights]
-    return weights
 
 
 def aggregate(
@@ -92,24 +62,6 @@ def expand(y: Tensor, k: int, steps: int) -> Tensor:
     if len(lengths) != y.shape[0]:
         raise ValueError(f"expand got {y.shape[0]} frames, but {steps} steps in groups of {k} make {len(lengths)}")
     return reference.repeat(y, lengths)
-
-
-def learned_weights(logits: Tensor, frames: int, dtype: torch.dtype) -> list[Tensor]:
-    """Softmax of the last ``frames`` logits of [K]: trainable weights that sum to 1 for whole groups and tails."""
-    return list(torch.softmax(logits[-frames:].to(dtype), 0).unbind())
-
-
-def merged_steps(
-    node: nn.Module, lengths: Sequence[int], normalize: bool, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """beta^K and gamma S_K (gamma where not normalised) of one step that stands for ``lengths[g]``: [G, 2]."""
-    beta, gamma = host.decay(node, dtype), host.input_gain(node, dtype)
-    rows = [[beta**n, gamma * temporal_sum(beta, n) if normalize else gamma] for n in lengths]
-    flat = [value for row in rows for value in row]
-    numbers = [value for value in flat if not isinstance(value, Tensor)]
-    if len(numbers) == len(flat):
-        return reference.constant(numbers, dtype, device).view(-1, 2)
-    return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in flat]).view(-1, 2)
 
 
 def fire(
@@ -167,16 +119,3 @@ def fire(
         )
     kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
     return fire_checked(kernel, y, node, lengths, v, residual, scale, shift, pool, weights, group, merge, normalize)
-
-
-def fire_checked(
-    kernel: str, y: Tensor, node: nn.Module, lengths: Sequence[int], v: Tensor | None, residual: Tensor | None,
-    scale: Tensor | None, shift: Tensor | None, pool: nn.Module | None, weights: Tensor | None, group: int, merge: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``fire`` by one kernel, with ``lengths[g]`` steps on drive g and everything else known to fit."""
-    wide = reference.accumulation_dtype(y.dtype)
-    linear = merged_steps(node, lengths, normalize, wide, y.device) if merge else None
-    v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))
-    call = kernels.Call(y, residual, node, v, lengths, linear, scale, shift, pool, weights, group)
-    return kernels.RUNNERS[kernel](call)

@@ -1,113 +1,25 @@
 """TAC and TAC-TP: as modules for nets written by hand, and as the swap that ``convert`` makes in a net that exists.
 
-Both go through ``absorb``, so there is one implementation. Source of the operators: J. Qin, "Collapse or Preserve:
-Data-Dependent Temporal Aggregation for Spiking Neural Network Acceleration", arXiv 2603.13810.
+Both go through ``runtime.swaps.absorb``, so there is one implementation. Source of the operators: J. Qin, "Collapse or
+Preserve: Data-Dependent Temporal Aggregation for Spiking Neural Network Acceleration", arXiv 2603.13810.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.drives import LOGITS, SITE_SWAPS, SharedDriveSite
-from sj_tac.errors import BackendError, ConversionError, PolicyError
-from sj_tac.fusion import Fusion
+from sj_tac.errors import BackendError, ConversionError
+from sj_tac.kernels import backends, reference
 from sj_tac.kernels import fire as fire_kernels
-from sj_tac.kernels import reference, registry
-from sj_tac.places import DrivePlace, FiringPlace, NormPlace, Place
 from sj_tac.policy import Settings
-from sj_tac.spans import Span, Timeline
-from sj_tac.swapped import SWAPS, is_swapped, source_class
-
-
-@dataclass(frozen=True)
-class Swap:
-    """One module that changes its class, and the place on the time axis it gets."""
-
-    module: nn.Module
-    place: Place
-
-
-def drive_place(name: str, settings: Settings, span: Span, node: nn.Module, timeline: Timeline) -> DrivePlace:
-    """The place of a chain's conv. Raises PolicyError where ``k`` does not fit a collapse before it."""
-    k, step = settings.k, span.stretch
-    if k > step and k % step:
-        raise PolicyError(
-            f"layer {name!r}: k={k} source steps are no whole number of frames, because a frame stands for {step} steps "
-            f"here; choose a multiple of {step}, or a k up to {step}"
-        )
-    return DrivePlace(
-        timeline,
-        span,
-        name=name,
-        mode=settings.mode,
-        k=k,
-        weights=settings.weights,
-        normalize=settings.normalize,
-        spikes=settings.spikes,
-        node=node,
-    )
-
-
-def chain_swaps(
-    drive: DrivePlace, conv: nn.Module, norm: nn.Module | None, node: nn.Module, mean_pool: nn.Module | None
-) -> list[Swap]:
-    """The swaps of one chain; ``mean_pool`` is the MaxPool that follows the neuron, if there is one."""
-    out = drive.out
-    swaps = [Swap(conv, drive)]
-    if norm is not None:
-        swaps.append(Swap(norm, NormPlace(drive.timeline, out, name=drive.name, aggregated=drive.k > 1)))
-    merge = out.merged // drive.span.merged
-    pooled = mean_pool is not None and out.stretch > 1
-    firing = FiringPlace(drive.timeline, out, emit_mean=not pooled, merge=merge, normalize=drive.normalize)
-    swaps.append(Swap(node, firing))
-    if pooled and mean_pool is not None:
-        swaps.append(Swap(mean_pool, Place(drive.timeline, out)))
-    return swaps
-
-
-def absorb(swap: Swap) -> None:
-    """Change the class of one module (source class or swapped already) and put it at its place."""
-    module, place = swap.module, swap.place
-    if isinstance(place, DrivePlace):
-        module.__class__ = SITE_SWAPS[place.mode][source_class(module)]
-        module._tac = place  # type: ignore[assignment]
-        _fit_logits(module)
-        return
-    old = module.__dict__.get("_tac")
-    if isinstance(place, NormPlace) and isinstance(old, NormPlace):
-        place.frozen, place.moved = old.frozen, old.moved
-    module.__class__ = SWAPS[source_class(module)]
-    module._tac = place  # type: ignore[assignment]
-
-
-def release(module: nn.Module) -> None:
-    """Undo ``absorb``."""
-    module.__class__ = source_class(module)
-    del module.__dict__["_tac"]
-    module._parameters.pop(LOGITS, None)
-
-
-def _fit_logits(conv: Any) -> None:
-    """Give the conv the logits its weights need: as many as frames in a group, none where nothing is aggregated."""
-    place = conv._tac
-    wanted = place.frames if place.weights == "learned" and place.frames > 1 else 0
-    held = conv._parameters.get(LOGITS)
-    if held is not None and len(held) == wanted:
-        return
-    conv._parameters.pop(LOGITS, None)
-    if wanted:
-        conv.register_parameter(LOGITS, nn.Parameter(conv.initial_logits()))
-
-
-def has_trained_logits(conv: nn.Module) -> bool:
-    """True where learned weights are no longer the decay weights they started at."""
-    held = conv._parameters.get(LOGITS)
-    return held is not None and isinstance(conv, SharedDriveSite) and not torch.equal(held, conv.initial_logits())
+from sj_tac.runtime.fusion import Fusion
+from sj_tac.runtime.places import DrivePlace, Place
+from sj_tac.runtime.spans import Span, Timeline
+from sj_tac.runtime.swapped import is_swapped, source_class
+from sj_tac.runtime.swaps import Swap, absorb, chain_swaps, drive_place
 
 
 class _Operator(nn.Module):
@@ -158,7 +70,7 @@ class _Operator(nn.Module):
         place = drive_place(type(self).__name__, settings, Span(1, stretch), neuron, self._timeline)
         for swap in chain_swaps(place, conv, norm, neuron, mean_pool):
             absorb(swap)
-        registry.choose(backend, fuse)
+        backends.choose(backend, fuse)
         if fuse:
             self._fuse(place, backend)
 
@@ -166,7 +78,7 @@ class _Operator(nn.Module):
         """Let the modules leave their work to ``fire``, where its pool or none is theirs."""
         pool = self.pool if isinstance(self.pool, host.FUSED_POOLS) and host.pool_window(self.pool) else None
         if pool is None and not self.neuron._tac.emit_mean:
-            if backend in registry.COMPILED:
+            if backend in backends.COMPILED:
                 raise BackendError(
                     f"{type(self).__name__}: backend={backend!r}: the mean of a frame's steps is taken at a "
                     f'{source_class(self.pool).__name__} whose options the compiled kernels do not know; use backend="auto"'

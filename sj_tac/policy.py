@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sj_tac.errors import PolicyError
-from sj_tac.files import write_text
+from sj_tac.support.files import write_text
 
 Mode = Literal["preserve", "collapse", "keep"]
 K = Annotated[int, Field(strict=True, ge=1, description="source steps that share one convolution")]

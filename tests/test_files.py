@@ -7,7 +7,7 @@ import pytest
 
 from sj_tac import Policy
 from sj_tac.errors import WriteError
-from sj_tac.files import write_text, write_whole
+from sj_tac.support.files import write_text, write_whole
 
 
 def test_a_new_file_has_the_rights_of_new_files(tmp_path):

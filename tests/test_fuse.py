@@ -14,9 +14,9 @@ from support import ZOO, awake, conv, csnn, frames, node, norm, only_v2, recorde
 from torch import nn
 
 import sj_tac
-from sj_tac.drives import SharedDriveSite
-from sj_tac.fusion import Fusion
-from sj_tac.kernels import ops_fire
+from sj_tac.kernels import fire_op
+from sj_tac.runtime.drives import SharedDriveSite
+from sj_tac.runtime.fusion import Fusion
 
 
 def both(net, policy, k, **options):
@@ -34,11 +34,11 @@ def tasks():
 def test_real_data_spike_for_spike(tasks, which, policy, k):
     net, x = tasks[which]
     unfused, fused = both(net, policy, k)
-    before = ops_fire.RUNS["fire", "numba"]
+    before = fire_op.RUNS["fire", "numba"]
     with torch.no_grad():
         expected, got = unfused(x), fused(x)
     report = sj_tac.report(fused)
-    assert ops_fire.RUNS["fire", "numba"] == before + len(report.converted) + len(report.stretched)
+    assert fire_op.RUNS["fire", "numba"] == before + len(report.converted) + len(report.stretched)
     assert expected.mean() > 0.01
     # The folded BatchNorm changes last bits of the drive: a spike may tip over at the threshold, one in a million.
     assert (expected != got).float().mean() <= 1e-6 * x.shape[0]

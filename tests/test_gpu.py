@@ -8,8 +8,8 @@ from spikingjelly.activation_based import functional
 from support import csnn, frames
 
 import sj_tac
-from sj_tac.kernels import cupy_launch
-from sj_tac.kernels.threads import RUNS
+from sj_tac.kernels.cpu.threads import RUNS
+from sj_tac.kernels.gpu import launch as cupy_launch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ from support import awake, conv, frames, node, norm, only_v2, recorded, zoo
 from torch import nn
 
 import sj_tac
-from sj_tac.drives import SharedDriveSite
-from sj_tac.fusion import Fusion
-from sj_tac.places import FiringPlace
-from sj_tac.shared import SharedDrive
+from sj_tac.runtime.drives import SharedDriveSite
+from sj_tac.runtime.fusion import Fusion
+from sj_tac.runtime.places import FiringPlace
+from sj_tac.runtime.values import SharedDrive
 
 
 def both(net, policy, k, **options):

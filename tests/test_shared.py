@@ -5,7 +5,7 @@ import torch
 from support import frames
 from torch import Tensor
 
-from sj_tac.shared import SharedDrive
+from sj_tac.runtime.values import SharedDrive
 
 
 def made(lengths=(2, 2, 1), residual=False, seed=0):

@@ -9,10 +9,10 @@ from support import conv, csnn, frames, node, norm, same_state
 from torch import nn
 
 import sj_tac
-from sj_tac.drives import SharedDriveSite
 from sj_tac.errors import ConversionError
-from sj_tac.kernels import ops_fire
-from sj_tac.swapped import TACLIFNode
+from sj_tac.kernels import fire_op
+from sj_tac.runtime.drives import SharedDriveSite
+from sj_tac.runtime.swapped import TACLIFNode
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def test_the_first_layer_that_differs_is_named(x, k, change, message, inplace, m
 
 
 def test_a_fault_of_the_fused_kernels_is_told_from_one_of_the_layers(x, monkeypatch):
-    original = ops_fire.fire_now
+    original = fire_op.fire_now
 
     def fire_now(*arguments):
         out, v = original(*arguments)
         return out * float("nan"), v
 
-    monkeypatch.setattr(ops_fire, "fire_now", fire_now)
+    monkeypatch.setattr(fire_op, "fire_now", fire_now)
     net = csnn()[:13]  # ends with Linear: a neuron makes a spike or none of anything
     with pytest.raises(ConversionError, match=r"failed in the fused kernels alone: the output is not finite.*fuse=False"):
         sj_tac.convert(net, "preserve", 2, example_input=x)
@@ -81,7 +81,7 @@ def test_numbers_that_are_not_finite_are_traced_to_their_layer(x, monkeypatch):
 
 def test_an_interrupted_verification_leaves_the_model_as_it_was(x, monkeypatch):
     net = csnn()
-    monkeypatch.setattr(ops_fire, "fire_now", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(fire_op, "fire_now", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         sj_tac.convert(net, "preserve", 2, example_input=x, inplace=True)
     assert all("_tac" not in vars(m) for m in net.modules())

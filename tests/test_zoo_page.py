@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import only_v2
 
-from sj_tac.report import REASONS
+from sj_tac.verdicts import REASONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "zoo.md").read_text()

@@ -16,16 +16,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sj_tac import environment
-from sj_tac.afterwards import recalibrate as recalibrate_
+from sj_tac.batchnorm import recalibrate as recalibrate_
 from sj_tac.cli import load
+from sj_tac.conversion import convert as convert_
 from sj_tac.conversion import plan as plan_
 from sj_tac.conversion import report
-from sj_tac.convert import convert as convert_
 from sj_tac.errors import ConversionError, SearchError, SjTacError
-from sj_tac.files import write_whole
 from sj_tac.policy import Policy
-from sj_tac.shown import Shown
+from sj_tac.support import machine
+from sj_tac.support.files import write_whole
+from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.bench import bench as bench_
 from sj_tac.tuning.diagnosis import diagnose as diagnose_
@@ -236,7 +236,7 @@ def _row(text: str) -> tuple[str, tuple[Any, int]]:
 @app.command(epilog=EPILOG + "sj-tac env --json")
 def env(as_json: AsJson = False) -> None:
     """Machine and versions: what belongs into a report of a problem or of a figure."""
-    found = environment.describe()
+    found = machine.describe()
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from rewrites.analysis import analyse
 from rewrites.chains import Chain
+from rewrites.plan import analyse
 from sj_tac import host
 from sj_tac.errors import ConversionError
 from sj_tac.experimental.ftc import BiquadNode

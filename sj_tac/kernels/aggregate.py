@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sj_tac import dispatch
 from sj_tac.errors import BackendError
-from sj_tac.kernels import ops_aggregate, reference, registry
+from sj_tac.host import dispatch
+from sj_tac.kernels import aggregate_op, backends, reference
 
 run_reference = reference.aggregate
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel that runs. Raises BackendError where a named one cannot."""
-    if registry.choose(backend) == reference.NAME:
+    if backends.choose(backend) == reference.NAME:
         return reference.NAME
-    kernel, problem = registry.fastest(backend, device, dtype)
+    kernel, problem = backends.fastest(backend, device, dtype)
     if problem and backend != "auto":
         raise BackendError(f"backend={backend!r}: {problem}; use backend=\"auto\", which falls back to 'reference'")
     return reference.NAME if problem else kernel
@@ -38,15 +38,15 @@ def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[
     """The compiled kernel, through the torch operator ``sj_tac::aggregate`` where that has something to do."""
     chosen, group = _flat(frames, weights, tail)
     straight = dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen)
-    run = ops_aggregate.aggregate_now if straight else ops_aggregate.aggregate
+    run = aggregate_op.aggregate_now if straight else aggregate_op.aggregate
     summed: Tensor = run(frames.to(chosen.dtype), chosen, group)
     return summed.to(frames.dtype)
 
 
 def run_cupy(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
     """The CUDA kernel, which reads and writes half itself."""
-    summed: Tensor = ops_aggregate.aggregate(frames, *_flat(frames, weights, tail))
+    summed: Tensor = aggregate_op.aggregate(frames, *_flat(frames, weights, tail))
     return summed
 
 
-RUNNERS = {reference.NAME: run_reference, registry.NUMBA: run_numba, registry.CUPY: run_cupy}
+RUNNERS = {reference.NAME: run_reference, backends.NUMBA: run_numba, backends.CUPY: run_cupy}

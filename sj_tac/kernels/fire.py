@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sj_tac import dispatch, host
+from sj_tac import host
 from sj_tac.errors import BackendError
-from sj_tac.kernels import ops_fire, pools, reference, registry
+from sj_tac.host import dispatch
+from sj_tac.kernels import backends, fire_op, pools, reference
+from sj_tac.kernels.weights import merged_steps
 
 
 def kernel_problem(node: nn.Module, pool: nn.Module | None, differentiates: bool = True) -> str:
@@ -39,9 +41,9 @@ def choose(
     Args:
         differentiates: gradients will be wanted; without them any surrogate will do.
     """
-    if registry.choose(backend) == reference.NAME:
+    if backends.choose(backend) == reference.NAME:
         return reference.NAME, ""
-    fastest, problem = registry.fastest(backend, device, dtype)
+    fastest, problem = backends.fastest(backend, device, dtype)
     problem = problem or kernel_problem(node, pool, differentiates)
     if problem and backend != "auto":
         raise BackendError(f"backend={backend!r}: {problem}; use backend=\"auto\", which falls back to 'reference'")
@@ -51,7 +53,7 @@ def choose(
 def plan(backend: str, node: nn.Module, pool: nn.Module | None, weight: Tensor) -> tuple[str, str]:
     """``choose`` for a chain that is not running yet, by its conv's weight."""
     # A net that is to run on the GPU may be converted before it is moved there.
-    elsewhere = weight.device.type == "meta" or (backend == registry.CUPY and weight.device.type == "cpu")
+    elsewhere = weight.device.type == "meta" or (backend == backends.CUPY and weight.device.type == "cpu")
     return choose(backend, node, pool, None if elsewhere else weight.device, weight.dtype)
 
 
@@ -146,15 +148,28 @@ def _numba(call: Call) -> tuple[Tensor, Tensor]:
     """By torch's operator; straight where it has nothing to do, because its dispatch costs as much as a small map."""
     inputs = (call.y, call.residual, call.v, call.scale, call.shift, call.weights, getattr(call.node, "w", None))
     straight = dispatch.is_plain(call.y) and not dispatch.differentiates(*inputs)
-    run = ops_fire.fire_now if straight else ops_fire.fire
+    run = fire_op.fire_now if straight else fire_op.fire
     out: tuple[Tensor, Tensor] = run(*operands(call))
     return out
 
 
 def run_cupy(call: Call) -> tuple[Tensor, Tensor]:
     """The CUDA kernels, which read and write half themselves."""
-    out: tuple[Tensor, Tensor] = ops_fire.fire(*operands(call))
+    out: tuple[Tensor, Tensor] = fire_op.fire(*operands(call))
     return out
 
 
-RUNNERS = {reference.NAME: run_reference, registry.NUMBA: run_numba, registry.CUPY: run_cupy}
+RUNNERS = {reference.NAME: run_reference, backends.NUMBA: run_numba, backends.CUPY: run_cupy}
+
+
+def fire_checked(
+    kernel: str, y: Tensor, node: nn.Module, lengths: Sequence[int], v: Tensor | None, residual: Tensor | None,
+    scale: Tensor | None, shift: Tensor | None, pool: nn.Module | None, weights: Tensor | None, group: int, merge: bool,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``fire`` by one kernel, with ``lengths[g]`` steps on drive g and everything else known to fit."""
+    wide = reference.accumulation_dtype(y.dtype)
+    linear = merged_steps(node, lengths, normalize, wide, y.device) if merge else None
+    v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))
+    call = Call(y, residual, node, v, lengths, linear, scale, shift, pool, weights, group)
+    return RUNNERS[kernel](call)

@@ -13,16 +13,17 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from sj_tac import environment, host
-from sj_tac.conversion import check_plain, convert_with, plan, report
+from rewrites.pipeline import check_plain, convert_with, plan, report
+from sj_tac import host
 from sj_tac.errors import PolicyError
-from sj_tac.files import write_text
-from sj_tac.report import total_macs
-from sj_tac.shown import Shown
+from sj_tac.support import machine
+from sj_tac.support.files import write_text
+from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import Decode, accuracy, firing, labels_of, milliseconds_afresh, scores
 from sj_tac.tuning.progress import Bar
+from sj_tac.verdicts import total_macs
 
 SOURCE = "SpikingJelly"
 FOLDED = "SpikingJelly, BN folded"
@@ -163,7 +164,7 @@ def bench(
     )
     samples = sum(batch.samples for batch in held)
     shape = tuple(held[0].frames.shape)
-    return Bench(title or type(model).__name__, rows, samples, shape, rounds, environment.describe())
+    return Bench(title or type(model).__name__, rows, samples, shape, rounds, machine.describe())
 
 
 def _rate(net: nn.Module, held: Sequence[Batch]) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import ModelTypeError
-from sj_tac.shown import Shown
+from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.measure import run_batch
 from sj_tac.tuning.ordering import Ordering

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from sj_tac.files import write_text
-from sj_tac.shown import Shown
+from sj_tac.support.files import write_text
+from sj_tac.support.printing import Shown
 from sj_tac.tuning.diagnosis import Diagnosis
 from sj_tac.tuning.plots import frontier_plot
 

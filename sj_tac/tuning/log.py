@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from sj_tac import environment
 from sj_tac.errors import SearchError, WriteError
+from sj_tac.support import machine
 from sj_tac.tuning.batches import Batch
 
 KIND = "sj_tac search log"
@@ -44,9 +44,9 @@ def fingerprint(model: nn.Module, batches: Sequence[Batch]) -> dict[str, str]:
     return {"model": net.hexdigest()[:16], "batches": data.hexdigest()[:16]}
 
 
-def machine() -> str:
+def this_machine() -> str:
     """What times depend on, but for the date."""
-    found = environment.describe()
+    found = machine.describe()
     return ", ".join(f"{key} {value}" for key, value in found.items() if key != "date")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sj_tac.files import write_whole
+from sj_tac.support.files import write_whole
 
 BLUE, GREY, RED = "#2a6fbb", "#8c8c8c", "#c0392b"
 

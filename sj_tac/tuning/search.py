@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from sj_tac import environment
-from sj_tac.conversion import check_plain
+from rewrites.pipeline import check_plain
 from sj_tac.errors import PolicyError, SearchError, WriteError
-from sj_tac.kernels import registry
+from sj_tac.kernels import backends
 from sj_tac.policy import Policy
+from sj_tac.support import machine
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.diagnosis import Diagnosis, diagnose
 from sj_tac.tuning.evidence import Evidence, Trial, simplicity
-from sj_tac.tuning.log import Log, fingerprint, machine
+from sj_tac.tuning.log import Log, fingerprint, this_machine
 from sj_tac.tuning.measure import Decode, Metric
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Space, read_choices
@@ -122,8 +122,8 @@ def search(
         "space": [list(space.layers), list(space.ks), list(space.modes), list(space.kinds)],
         "metric": [score.name, None if decode is None else getattr(decode, "__qualname__", "decode")],
         "seed": seed,
-        "speed": [registry.choose(backend), rounds, ROUNDS, None if cost is None else getattr(cost, "__qualname__", "cost")],
-        "machine": machine(),
+        "speed": [backends.choose(backend), rounds, ROUNDS, None if cost is None else getattr(cost, "__qualname__", "cost")],
+        "machine": this_machine(),
     }
     deadline = math.inf if time_limit is None else begun + time_limit
     with Log(log, header) as kept, Bar("search", None, progress) as bar:
@@ -142,7 +142,7 @@ def search(
         seconds=time.monotonic() - begun,
         stopped=stopped,
         notes=_notes(score.name, source, held, max_drop, speedup),
-        machine=environment.describe(),
+        machine=machine.describe(),
     )
     if chosen is None:
         error = SearchError(problem)

@@ -12,11 +12,11 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from sj_tac import environment
-from sj_tac.conversion import check_plain, convert_with, report
+from rewrites.pipeline import check_plain, convert_with, report
 from sj_tac.errors import PolicyError
-from sj_tac.files import write_text
-from sj_tac.shown import Shown
+from sj_tac.support import machine
+from sj_tac.support.files import write_text
+from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import Decode, firing, milliseconds, scores
 from sj_tac.tuning.plots import heat_map
@@ -143,9 +143,7 @@ def sensitivity(
     order = {(layer, c.mode, c.k): i for i, (layer, c) in enumerate((x, c) for x in space.layers for c in space.aggregating)}
     effects.sort(key=lambda e: order[e.layer, e.mode, e.k])
     samples = sum(batch.samples for batch in held)
-    return Sensitivity(
-        tuple(effects), sorted(source)[len(source) // 2], samples, held[0].steps, rounds, environment.describe()
-    )
+    return Sensitivity(tuple(effects), sorted(source)[len(source) // 2], samples, held[0].steps, rounds, machine.describe())
 
 
 def _effect(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sj_tac.conversion import convert_with, report
+from rewrites.pipeline import convert_with, report
 from sj_tac.errors import PolicyError
 from sj_tac.policy import Policy, Rule, Settings, nearest
 

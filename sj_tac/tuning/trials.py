@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from rewrites.pipeline import convert_with, deep_copy, report
 from sj_tac import host
-from sj_tac.conversion import convert_with, deep_copy, report
 from sj_tac.errors import BatchError, PolicyError, SearchError
-from sj_tac.report import total_macs
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial
 from sj_tac.tuning.log import Log
 from sj_tac.tuning.measure import Decode, Metric, accuracy, labels_of, milliseconds, milliseconds_afresh, scores
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Choice, Choices, Space, described, read_choices
+from sj_tac.verdicts import total_macs
 
 Cost = Callable[[nn.Module], float]
 ROUNDS = 5  # of a candidate; finalists are measured again, side by side

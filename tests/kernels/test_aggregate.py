@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from sj_tac.errors import BackendError
 from sj_tac.functional import aggregate
-from sj_tac.kernels import ops_aggregate
-from sj_tac.kernels.threads import RUNS
+from sj_tac.kernels import aggregate_op
+from sj_tac.kernels.cpu.threads import RUNS
 
 space = st.fixed_dictionaries(
     {
@@ -74,11 +74,11 @@ def test_it_is_the_sum_and_keeps_the_memory_format():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_opcheck():
     x, weights = torch.randn(5, 2, 3, 4, 4, requires_grad=True), torch.rand(5, requires_grad=True)
-    torch.library.opcheck(ops_aggregate.aggregate, (x, weights, 2))
+    torch.library.opcheck(aggregate_op.aggregate, (x, weights, 2))
     last = torch.randn(5, 2, 4, 4, 3).movedim(-1, -3)
-    torch.library.opcheck(ops_aggregate.aggregate, (last, weights, 2))
+    torch.library.opcheck(aggregate_op.aggregate, (last, weights, 2))
     torch.library.opcheck(
-        ops_aggregate.aggregate_backward, (torch.randn(3, 2, 3, 4, 4), last, weights.detach(), 2, True, True)
+        aggregate_op.aggregate_backward, (torch.randn(3, 2, 3, 4, 4), last, weights.detach(), 2, True, True)
     )
 
 

@@ -12,7 +12,8 @@ from support import conv, csnn, node, norm
 import sj_tac
 from sj_tac.errors import BackendError, BackendFallbackWarning
 from sj_tac.functional import aggregate, fire
-from sj_tac.kernels import cupy_launch, registry
+from sj_tac.kernels import backends
+from sj_tac.kernels.gpu import launch as cupy_launch
 
 CUDA = torch.device("cuda", 0)
 
@@ -23,7 +24,7 @@ def machine(monkeypatch):
     cupy_launch.problem.cache_clear()
     cupy_launch._module.cache_clear()
     cupy_launch._kernel.cache_clear()
-    registry._SAID.clear()
+    backends._SAID.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -31,7 +32,7 @@ def machine(monkeypatch):
     cupy_launch.problem.cache_clear()
     cupy_launch._module.cache_clear()
     cupy_launch._kernel.cache_clear()
-    registry._SAID.clear()
+    backends._SAID.clear()
 
 
 def cupy(version="14.2.0", error=None):
@@ -55,9 +56,9 @@ def cupy(version="14.2.0", error=None):
 def test_the_cuda_kernels_are_chosen_on_cuda(machine):
     machine.setitem(sys.modules, "cupy", cupy())
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert registry.fastest("auto", CUDA, dtype) == ("cupy", "")
-        assert registry.fastest("cupy", CUDA, dtype) == ("cupy", "")
-    assert registry.fastest("auto", torch.device("cpu"), torch.float32) == ("numba", "")
+        assert backends.fastest("auto", CUDA, dtype) == ("cupy", "")
+        assert backends.fastest("cupy", CUDA, dtype) == ("cupy", "")
+    assert backends.fastest("auto", torch.device("cpu"), torch.float32) == ("numba", "")
 
 
 @pytest.mark.parametrize(
@@ -74,15 +75,15 @@ def test_the_cuda_kernels_are_chosen_on_cuda(machine):
 )
 def test_a_cupy_that_does_not_work(machine, module, says):
     machine.setitem(sys.modules, "cupy", module)
-    kernel, problem = registry.fastest("cupy", CUDA, torch.float32)
+    kernel, problem = backends.fastest("cupy", CUDA, torch.float32)
     assert kernel == "cupy"
     with pytest.raises(BackendError, match=says):
         sj_tac.convert(csnn(), backend="cupy")
     with pytest.warns(BackendFallbackWarning, match=f"{says}.*'reference'"):
-        assert registry.fastest("auto", CUDA, torch.float32)[1] == problem
+        assert backends.fastest("auto", CUDA, torch.float32)[1] == problem
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        registry.fastest("auto", CUDA, torch.float32)  # said once
+        backends.fastest("auto", CUDA, torch.float32)  # said once
 
 
 def test_no_device(machine):
@@ -93,7 +94,7 @@ def test_no_device(machine):
 
 def test_what_the_cuda_kernels_do_not_know(machine):
     machine.setitem(sys.modules, "cupy", cupy())
-    assert "compute in float32, not in float64" in registry.fastest("cupy", CUDA, torch.float64)[1]
+    assert "compute in float32, not in float64" in backends.fastest("cupy", CUDA, torch.float64)[1]
     with pytest.raises(BackendError, match="cupy kernels compute in float32, not in float64"):
         sj_tac.convert(csnn().double(), backend="cupy")
     from spikingjelly.activation_based import surrogate
@@ -143,7 +144,7 @@ def test_a_launch_that_fails_says_what_and_where(machine, generation):
     module.cuda = types.SimpleNamespace(Device=Nothing, Stream=offered, ExternalStream=stream)
     machine.setitem(sys.modules, "cupy", module)
     machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
-    from sj_tac.kernels import cuda_program
+    from sj_tac.kernels.gpu import program as cuda_program
 
     tensor = torch.empty(1, device="meta")
     program = cuda_program.program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
@@ -177,9 +178,9 @@ def test_a_named_kernel_refuses_a_chain_that_cannot_be_fused():
 
 def test_torch_compile_does_not_look_into_the_choice():
     def kernel(x):
-        return x + len(registry.fastest("auto", CUDA, torch.float32)[1])
+        return x + len(backends.fastest("auto", CUDA, torch.float32)[1])
 
-    registry._SAID.clear()
+    backends._SAID.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = torch.compile(kernel, fullgraph=True, backend="eager")(torch.zeros(1))

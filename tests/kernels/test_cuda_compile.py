@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from benchmarks import event_conv, registers
-from sj_tac.kernels import cuda_program as cuda
+from sj_tac.kernels.gpu import program as cuda
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings to compile with")
 try:

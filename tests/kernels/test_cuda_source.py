@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from spikingjelly.activation_based import layer
 from support import node
 
-from sj_tac.kernels import cuda_aggregate, ops_fire
 from sj_tac.kernels import fire as kernels
+from sj_tac.kernels import fire_op
+from sj_tac.kernels.gpu import aggregate as cuda_aggregate
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 
@@ -21,16 +22,16 @@ def on_the_cpu(monkeypatch):
     class Operator(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            ops_fire._setup(ctx, arguments, None)
-            return ops_fire.fire_on_cuda(shim.launch, *arguments)
+            fire_op._setup(ctx, arguments, None)
+            return fire_op.fire_on_cuda(shim.launch, *arguments)
 
         @staticmethod
         def backward(ctx, go, gv):
-            return ops_fire._backward(ctx, go, gv)
+            return fire_op._backward(ctx, go, gv)
 
-    monkeypatch.setattr(ops_fire, "fire_backward", lambda *a: ops_fire.fire_backward_on_cuda(shim.launch, *a))
+    monkeypatch.setattr(fire_op, "fire_backward", lambda *a: fire_op.fire_backward_on_cuda(shim.launch, *a))
     monkeypatch.setattr(kernels, "choose", lambda backend, *_: (backend, ""))
-    monkeypatch.setattr(ops_fire, "fire", Operator.apply)
+    monkeypatch.setattr(fire_op, "fire", Operator.apply)
 
 
 # Every example compiles its programs anew, about a second each.
@@ -49,7 +50,8 @@ def test_cuda_is_the_reference(case):
 @pytest.mark.parametrize("residual", [False, True])
 def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, residual, monkeypatch):
     """Several numbers a thread, several blocks a plane, more than 32 steps, and sums too many for shared memory."""
-    from sj_tac.kernels import cuda_program
+
+    from sj_tac.kernels.gpu import program as cuda_program
 
     widest = cuda_program.widest
     monkeypatch.setattr(

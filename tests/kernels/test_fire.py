@@ -15,7 +15,7 @@ from support import NEURONS, node, only_v2
 from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.functional import fire
-from sj_tac.kernels import ops_fire
+from sj_tac.kernels import fire_op
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -23,9 +23,9 @@ TESTS = Path(__file__).resolve().parents[1]
 @settings(max_examples=400, deadline=None)
 @given(space)
 def test_numba_is_the_reference(case):
-    before = ops_fire.RUNS["fire", "numba"]
+    before = fire_op.RUNS["fire", "numba"]
     assert_is_the_reference("numba", *build(case))
-    assert ops_fire.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
+    assert fire_op.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40, 4, 4)])
@@ -88,10 +88,10 @@ def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
 def test_opcheck(pool, group, merge, monkeypatch):
     """torch's own checks of schema, fake kernels, autograd registration and AOT dispatch, on calls as fire makes them."""
     calls = []
-    operators = {"fire": ops_fire.fire, "fire_backward": ops_fire.fire_backward}
+    operators = {"fire": fire_op.fire, "fire_backward": fire_op.fire_backward}
     for name, operator in operators.items():
         monkeypatch.setattr(
-            ops_fire, name, lambda *a, name=name, operator=operator: (calls.append((name, a)), operator(*a))[1]
+            fire_op, name, lambda *a, name=name, operator=operator: (calls.append((name, a)), operator(*a))[1]
         )
     torch.manual_seed(0)
     y = torch.randn(3, 2, 2, 4, 4, requires_grad=True)
@@ -136,9 +136,9 @@ def test_gradcheck_where_the_map_is_differentiable():
 def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
     y = torch.randn(2, 1, 2, 6, 6)
     rect = node("lif", surrogate_function=surrogate.Rect(), v_threshold=0.3)
-    before = ops_fire.RUNS["fire", "numba"]
+    before = fire_op.RUNS["fire", "numba"]
     assert torch.equal(fire(y, rect)[0], rect(y))
-    assert ops_fire.RUNS["fire", "numba"] == before
+    assert fire_op.RUNS["fire", "numba"] == before
     with pytest.raises(BackendError, match=r"no derivative of surrogate Rect, only of Sigmoid, ATan.*backend=\"auto\""):
         fire(y, rect, backend="numba")
     with pytest.raises(BackendError, match="do not pool with this MaxPool2d's options"):
@@ -179,7 +179,7 @@ class Data(torch.utils.data.Dataset):
 for batch in torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork"):
     assert torch.equal(batch[0], expected), "forked worker"
 import os
-from sj_tac.kernels import threads as numba_threads
+from sj_tac.kernels.cpu import threads as numba_threads
 pid = os.fork()
 if pid == 0:
     os._exit(1 if numba_threads.are_safe() else 0)

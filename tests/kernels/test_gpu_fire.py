@@ -10,7 +10,7 @@ from support import NEURONS, node
 
 from sj_tac import host
 from sj_tac.functional import aggregate, fire
-from sj_tac.kernels.threads import RUNS
+from sj_tac.kernels.cpu.threads import RUNS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sj_tac import functional
 from sj_tac.kernels import reference
-from sj_tac.spans import Span, group_lengths
+from sj_tac.runtime.spans import Span, group_lengths
 
 steps = st.integers(1, 40)
 sizes = st.integers(1, 12)

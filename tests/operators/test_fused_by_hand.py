@@ -9,7 +9,7 @@ from spikingjelly.activation_based import layer
 from support import conv, frames, node, norm
 
 from sj_tac import TAC, TACTP
-from sj_tac.kernels.threads import RUNS
+from sj_tac.kernels.cpu.threads import RUNS
 
 POOLS = {
     "none": lambda: None,

@@ -11,7 +11,7 @@ from torch import nn
 
 import sj_tac
 from sj_tac.errors import ConversionError
-from sj_tac.report import REASONS, Reason
+from sj_tac.verdicts import REASONS, Reason
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reasons.md"
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import sj_tac
 from sj_tac.errors import ConversionError
-from sj_tac.report import total_macs
+from sj_tac.verdicts import total_macs
 
 X = frames(8, 48, 2, 8, 8, seed=5)
 COUNTED = 3.0e3  # what everything else costs

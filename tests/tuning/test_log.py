@@ -123,7 +123,7 @@ def test_a_log_of_another_model_or_other_data_or_another_machine_is_refused(tmp_
         sj_tac.search(net, costs.X, **options)
     with pytest.raises(SearchError, match="the batches differs"):
         sj_tac.search(csnn(), 1 - costs.X, **options)
-    monkeypatch.setattr("sj_tac.tuning.search.machine", lambda: "another")
+    monkeypatch.setattr("sj_tac.tuning.search.this_machine", lambda: "another")
     with pytest.raises(SearchError, match=r"the machine .* differs, .* there and 'another' here"):
         sj_tac.search(csnn(), costs.X, **options)
 

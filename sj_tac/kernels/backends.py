@@ -54,7 +54,7 @@ def cupy_problem(dtype: torch.dtype) -> str:
     """Why the CUDA kernels cannot run; empty where they can. Imports CuPy where a CUDA device asks for it."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the cupy kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
-    from sj_tac.kernels import cupy_launch
+    from sj_tac.kernels.gpu import launch as cupy_launch
 
     return _constant_problem() if torch.compiler.is_compiling() else cupy_launch.problem()
 
@@ -62,6 +62,6 @@ def cupy_problem(dtype: torch.dtype) -> str:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_problem() -> str:
     """For torch.compile, which is not to look into how it is found out."""
-    from sj_tac.kernels import cupy_launch
+    from sj_tac.kernels.gpu import launch as cupy_launch
 
     return cupy_launch.problem()

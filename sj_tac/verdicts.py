@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from sj_tac.shown import Shown
+from sj_tac.support.printing import Shown
 
 Status = Literal["converted", "kept", "refused", "stretched"]
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels import cuda_program as cuda
-from sj_tac.kernels.cuda_fire import Launch
-from sj_tac.kernels.threads import empty, is_channels_last
+from sj_tac.kernels.cpu.threads import empty, is_channels_last
+from sj_tac.kernels.gpu import program as cuda
+from sj_tac.kernels.gpu.fire import Launch
 
 BLOCK = 128
 

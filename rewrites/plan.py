@@ -11,16 +11,16 @@ from torch import nn
 
 from rewrites import verify as verification
 from rewrites.chains import Chain, find_chains
-from rewrites.flow import Flow, read
 from rewrites.fuse import fuse as fuse_chains
-from rewrites.timeaxis import Layout, lay_out
+from rewrites.graph import Flow, read
+from rewrites.rates import Layout, lay_out
 from rewrites.trace import as_arguments, trace
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
-from sj_tac.kernels import registry
+from sj_tac.kernels import backends
 from sj_tac.policy import Rule, Settings, as_policy
-from sj_tac.report import Reason, Refusal, Report, Verdict
-from sj_tac.spans import Timeline
+from sj_tac.runtime.spans import Timeline
+from sj_tac.verdicts import Reason, Refusal, Report, Verdict
 
 
 @dataclass
@@ -69,10 +69,10 @@ class Analysis:
         if fusion is None:
             why = self.layout.unfused.get(name, "")
             return "reference", f"not fused: {why}" if why else ""
-        if fusion.ran and fusion.ran not in registry.AVAILABLE:
+        if fusion.ran and fusion.ran not in backends.AVAILABLE:
             return "reference", f"not fused in the last call: {fusion.ran}"
         slower = fusion.slower
-        if slower and fusion.ran in registry.COMPILED:
+        if slower and fusion.ran in backends.COMPILED:
             slower = f"in training it runs on reference: {slower}"
         return f"{fusion.ran or fusion.planned}, fused", slower
 

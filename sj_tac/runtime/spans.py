@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-
-def group_lengths(total: int, size: int) -> list[int]:
-    """``total`` frames in groups of ``size``; the last group holds what is left: (10, 4) -> [4, 4, 2]."""
-    whole, rest = divmod(total, size)
-    return [size] * whole + ([rest] if rest else [])
+from sj_tac.kernels.weights import group_lengths
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.drives import SITE_SWAPS
-from sj_tac.functional import temporal_sum
 from sj_tac.host import layer, neuron
 from sj_tac.kernels import reference
 from sj_tac.kernels.weighted_norm import weighted_batch_norm
-from sj_tac.places import FiringPlace, NormPlace, Place
-from sj_tac.shared import SharedDrive
-from sj_tac.spans import Span
+from sj_tac.kernels.weights import temporal_sum
+from sj_tac.runtime.drives import SITE_SWAPS
+from sj_tac.runtime.places import FiringPlace, NormPlace, Place
+from sj_tac.runtime.spans import Span
+from sj_tac.runtime.values import SharedDrive
 
 
 class _PlacedNode(neuron.BaseNode):

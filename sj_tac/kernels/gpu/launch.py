@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import BackendError
-from sj_tac.kernels import cuda_program as cuda
+from sj_tac.kernels.gpu import program as cuda
 
 OLDEST = (13, 4)
 

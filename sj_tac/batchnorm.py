@@ -1,4 +1,4 @@
-"""What can be done with a converted model: turn it back, give it another k, freeze or re-estimate its BatchNorms."""
+"""The BatchNorms of a converted model: freeze them, re-estimate them, know whether they moved."""
 
 from __future__ import annotations
 
@@ -10,84 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites import swap
+from rewrites.pipeline import Recalibrated, record_of
 from sj_tac import host
-from sj_tac.conversion import RECORD, Recalibrated, deep_copy, record_of, report
-from sj_tac.errors import BatchNormMovedWarning, ConversionError, PolicyError
-from sj_tac.operators import has_trained_logits
-from sj_tac.places import NormPlace
-from sj_tac.policy import as_policy, name_matches, nearest
-from sj_tac.report import Report
-from sj_tac.swapped import is_swapped
+from sj_tac.errors import BatchNormMovedWarning, ConversionError
+from sj_tac.runtime.places import NormPlace
+from sj_tac.runtime.swapped import is_swapped
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.measure import run_batch
-
-
-def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool = False) -> nn.Module:
-    """The source model again, with the parameters as they are now; statistics that ``recalibrate`` made are taken back.
-
-    Args:
-        inplace: change ``converted`` itself instead of a copy.
-        drop_learned: throw trained aggregation weights away; otherwise they are a reason to refuse.
-
-    Raises:
-        ConversionError: not a converted model, or it has trained aggregation weights.
-
-    Warns:
-        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
-    """
-    record = record_of(converted, "restore")
-    _check_logits(converted, record.analysis.layout.drives, "restore", drop_learned)
-    if not inplace:
-        converted = deep_copy(converted)
-        record = record_of(converted, "restore")
-    # Statistics that moved on after they were re-estimated are training's, and stay.
-    _take_back(converted, {n: r for n, r in record.recalibrated.items() if _is_as_made(converted.get_submodule(n), r)})
-    _warn_if_moved(_norms(converted), "restore")
-    swap.undo(converted, record.handles)
-    delattr(converted, RECORD)
-    return converted
-
-
-def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool = False) -> Report:
-    """Give the converted layers whose name matches another ``k``, in place, and everything behind a collapse what follows.
-
-    Args:
-        layers: exact name, glob or "re:...", of converted convs.
-        drop_learned: throw trained aggregation weights of these layers away; otherwise they are a reason to refuse.
-
-    Raises:
-        PolicyError: ``k`` is no int of at least 1, ``layers`` matches nothing, or a layer refuses it. The model is then
-            as it was. ConversionError: not a converted model, or trained aggregation weights.
-
-    Warns:
-        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
-    """
-    record = record_of(converted, "set_k")
-    old = record.analysis
-    k = as_policy("preserve", k).default.k
-    chosen = [name for name in old.layout.drives if name_matches(name, layers)]
-    if not chosen:
-        raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.layout.drives)}")
-    settings = old.settings | {name: old.settings[name].model_copy(update={"k": k}) for name in chosen}
-    layout = old.lay_out(converted, settings)
-    lost = [name for name in old.layout.drives if name not in layout.drives]
-    if lost:
-        why = layout.refused[lost[0]].detail
-        raise PolicyError(f"set_k: layer {lost[0]!r} refuses, {why}; the model was left as it was")
-    resized = {n: d for n, d in old.layout.drives.items() if d.frames != layout.drives[n].frames}
-    _check_logits(converted, resized, "set_k", drop_learned)
-    changing = {name for name in chosen if old.settings[name].k != k}
-    _warn_if_moved({name: norm for name, norm in _norms(converted).items() if name in changing}, "set_k")
-    for name, drive in layout.drives.items():
-        drive.seen = old.layout.drives[name].seen
-    for handle in record.handles:
-        handle.remove()
-    analysis = replace(old, settings=settings, layout=layout)
-    # What the policy was chosen by says nothing about another k.
-    changed = replace(record, analysis=analysis, handles=swap.apply(converted, layout), evidence=None)
-    setattr(converted, RECORD, changed)
-    return report(converted)
 
 
 def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
@@ -134,7 +63,7 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
         if not record.recalibrated:
             raise ConversionError("recalibrate: there is nothing to undo; no statistics of this model were re-estimated")
         names = list(record.recalibrated)
-        _take_back(converted, record.recalibrated)
+        take_back(converted, record.recalibrated)
         return names
     placed = {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, NormPlace)}
     norms: dict[str, Any] = {name: norm for name, norm in placed.items() if norm.running_mean is not None}
@@ -178,11 +107,11 @@ def _put(norm: Any, statistics: tuple[Tensor, Tensor]) -> None:
     norm.running_var.copy_(statistics[1])
 
 
-def _is_as_made(norm: Any, made: Recalibrated) -> bool:
+def is_as_made(norm: Any, made: Recalibrated) -> bool:
     return all(torch.equal(now, then) for now, then in zip(_statistics(norm), made.after, strict=True))
 
 
-def _take_back(converted: nn.Module, recalibrated: Mapping[str, Recalibrated]) -> None:
+def take_back(converted: nn.Module, recalibrated: Mapping[str, Recalibrated]) -> None:
     """The statistics of before, for these norms."""
     record = record_of(converted, "recalibrate")
     for name, found in dict(recalibrated).items():
@@ -192,13 +121,13 @@ def _take_back(converted: nn.Module, recalibrated: Mapping[str, Recalibrated]) -
         del record.recalibrated[name]
 
 
-def _norms(converted: nn.Module) -> dict[str, Any]:
+def norms(converted: nn.Module) -> dict[str, Any]:
     """The swapped BatchNorms, by the name of their layer."""
     swapped = [m for m in converted.modules() if is_swapped(m)]
     return {m._tac.name: m for m in swapped if isinstance(m._tac, NormPlace)}
 
 
-def _warn_if_moved(norms: Mapping[str, Any], action: str) -> None:
+def warn_if_moved(norms: Mapping[str, Any], action: str) -> None:
     moved = [name for name, norm in norms.items() if norm._tac.moved]
     if moved:
         warnings.warn(
@@ -207,13 +136,4 @@ def _warn_if_moved(norms: Mapping[str, Any], action: str) -> None:
             "sj_tac.freeze_bn(net), or load the source checkpoint's statistics back.",
             BatchNormMovedWarning,
             stacklevel=3,
-        )
-
-
-def _check_logits(converted: nn.Module, drives: Mapping[str, Any], action: str, drop: bool) -> None:
-    trained = [name for name in drives if has_trained_logits(converted.get_submodule(name))]
-    if trained and not drop:
-        raise ConversionError(
-            f"{action} would throw away the trained aggregation weights (tac_logits) of {trained}; "
-            "pass drop_learned=True if that is meant"
         )

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sj_tac import dispatch, host
-from sj_tac.functional import fire_checked
+from sj_tac import host
+from sj_tac.host import dispatch
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
-from sj_tac.shared import SharedDrive
-from sj_tac.spans import Timeline
+from sj_tac.kernels.fire import fire_checked
+from sj_tac.runtime.spans import Timeline
+from sj_tac.runtime.values import SharedDrive
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parent / "cuda"
+FOLDER = Path(__file__).parent / "src"
 # The files of each kernel, in order.
 FILES: dict[str, tuple[str, ...]] = {
     "fire_forward": ("numbers.cuh", "neuron.cuh", "fire.cu"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sj_tac.kernels.numba_steps import lean
+from sj_tac.kernels.cpu.steps import lean
 
 # Told apart by their types, so that a kernel is compiled for the one that is used.
 NEURONS, WINDOWS = (True,), (True, True)

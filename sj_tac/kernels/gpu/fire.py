@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels import cuda_program as cuda
+from sj_tac.kernels.cpu.threads import empty, is_channels_last
+from sj_tac.kernels.gpu import program as cuda
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL, pooled_size
-from sj_tac.kernels.threads import empty, is_channels_last
 
 # launch(program, blocks, arguments, bytes of shared memory)
 Launch = Callable[[cuda.Program, int, Sequence[cuda.Argument], int], None]

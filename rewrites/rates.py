@@ -15,14 +15,14 @@ from typing import Any
 from torch import nn
 
 from rewrites.chains import Chain
-from rewrites.flow import CARRIES_SPANS, CARRIES_SUMS, Flow, Kind, Node, site_layer
+from rewrites.graph import CARRIES_SPANS, CARRIES_SUMS, Flow, Kind, Node, site_layer
 from sj_tac import host
-from sj_tac.operators import Swap, drive_place
-from sj_tac.places import FiringPlace, NormPlace, Place
 from sj_tac.policy import Settings
-from sj_tac.report import Reason, Refusal
-from sj_tac.spans import PLAIN, Span, Timeline
-from sj_tac.swapped import source_class
+from sj_tac.runtime.places import FiringPlace, NormPlace, Place
+from sj_tac.runtime.spans import PLAIN, Span, Timeline
+from sj_tac.runtime.swapped import source_class
+from sj_tac.runtime.swaps import Swap, drive_place
+from sj_tac.verdicts import Reason, Refusal
 
 
 @dataclass

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sj_tac.kernels.numba_steps import M0, M1, M2, M3, M4, M5, after, charged, lean
-from sj_tac.kernels.numba_tiles import copy, load, store
+from sj_tac.kernels.cpu.steps import M0, M1, M2, M3, M4, M5, after, charged, lean
+from sj_tac.kernels.cpu.tiles import copy, load, store
 
 # Slots of a tile, and where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group
 # lie in the buffer. Constants, so that the compiler knows that they do not overlap.

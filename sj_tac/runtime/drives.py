@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import InputError
-from sj_tac.functional import decay_weights, learned_weights
 from sj_tac.host import layer
 from sj_tac.kernels import aggregate as aggregation
 from sj_tac.kernels import reference
-from sj_tac.places import DrivePlace
-from sj_tac.shared import SharedDrive
+from sj_tac.kernels.weights import decay_weights, learned_weights
+from sj_tac.runtime.places import DrivePlace
+from sj_tac.runtime.values import SharedDrive
 
 LOGITS = "tac_logits"
 # Dimensions of the frames that a layer takes, in step_mode "m", and how its errors write them.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from sj_tac.fusion import Fusion, Junction
 from sj_tac.kernels import reference
-from sj_tac.spans import PLAIN, Span, Timeline
+from sj_tac.runtime.fusion import Fusion, Junction
+from sj_tac.runtime.spans import PLAIN, Span, Timeline
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sj_tac.kernels import reference
-from sj_tac.places import Place
-from sj_tac.spans import Timeline
+from sj_tac.runtime.places import Place
+from sj_tac.runtime.spans import Timeline
 
 
 class Expand:

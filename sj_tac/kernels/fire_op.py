@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sj_tac.kernels.cpu.threads import RUNS, empty, flat, is_channels_last, share, vector
 from sj_tac.kernels.pools import in_tiles, pooled_size
 from sj_tac.kernels.reference import accumulation_dtype
 from sj_tac.kernels.spread import gather, spread
-from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
 
 
 def _outputs(
@@ -103,7 +103,8 @@ def fire_now(
     work = y.numel() // y.shape[0] * sum(lengths)
     affine, ws = (vector(scale, y), vector(shift, y)), vector(weights, y)
     if in_tiles(y, pool, window):
-        from sj_tac.kernels import numba_forward, numba_tiles
+        from sj_tac.kernels.cpu import forward as numba_forward
+        from sj_tac.kernels.cpu import tiles as numba_tiles
 
         share(
             numba_forward, "forward", out.numel() // out.shape[0], work, flat(y, last, y), flat(residual, last, y), *affine,
@@ -111,7 +112,7 @@ def fire_now(
             (y.shape[4], y.shape[2], y.shape[3] * y.shape[4]), ws, group, flat(out, last, y), flat(v, last, y),
         )  # fmt: skip
     else:
-        from sj_tac.kernels import numba_planes
+        from sj_tac.kernels.cpu import planes as numba_planes
 
         planes = y.shape[1] * y.shape[2]
         share(
@@ -172,7 +173,7 @@ def fire_backward(
     need_linear: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
-    from sj_tac.kernels import numba_surrogate
+    from sj_tac.kernels.cpu import surrogate as numba_surrogate
 
     tiled = in_tiles(y, pool, window)
     last = tiled and is_channels_last(y)
@@ -199,7 +200,8 @@ def fire_backward(
     g_linear, g_weights = y.new_zeros(chunks, len(lengths), 2), y.new_zeros(chunks, sum(lengths) if ws.size else 0)
     partial = (sums[0].numpy(), sums[1].numpy(), g_linear.numpy(), g_weights.numpy(), need_linear)
     if tiled:
-        from sj_tac.kernels import numba_backward, numba_tiles
+        from sj_tac.kernels.cpu import backward as numba_backward
+        from sj_tac.kernels.cpu import tiles as numba_tiles
 
         share(
             numba_backward, "backward", chunks, work, flat(go, last, y), flat(gv, last, y), flat(y, last, y), *affine,
@@ -208,7 +210,7 @@ def fire_backward(
             flat(gv0, last, y), *partial,
         )  # fmt: skip
     else:
-        from sj_tac.kernels import numba_planes
+        from sj_tac.kernels.cpu import planes as numba_planes
 
         share(
             numba_planes, "backward", chunks, work, _planes(go, chunks), _planes(gv, chunks), _planes(y, chunks), *affine,
@@ -243,14 +245,14 @@ def _(
 
 def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     """``fire`` by the CUDA programs; ``launch`` as cuda_fire.Launch."""
-    from sj_tac.kernels import cuda_fire
+    from sj_tac.kernels.gpu import fire as cuda_fire
 
     return cuda_fire.Fire(*arguments).forward(launch)
 
 
 def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """``fire_backward`` by the CUDA programs."""
-    from sj_tac.kernels import cuda_fire
+    from sj_tac.kernels.gpu import fire as cuda_fire
 
     scale, shift, linear = arguments[0], arguments[1], arguments[3]
     found = cuda_fire.Fire(y, None, *arguments[:-1]).backward(launch, go, gv, arguments[-1])
@@ -270,7 +272,7 @@ def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *argum
 
 @fire.register_kernel("cuda")
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels import cupy_launch
+    from sj_tac.kernels.gpu import launch as cupy_launch
 
     RUNS["fire", "cupy"] += 1
     return fire_on_cuda(cupy_launch.launch, *arguments)
@@ -278,7 +280,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @fire_backward.register_kernel("cuda")
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    from sj_tac.kernels import cupy_launch
+    from sj_tac.kernels.gpu import launch as cupy_launch
 
     RUNS["fire", "cupy"] += 1
     return fire_backward_on_cuda(cupy_launch.launch, *arguments)

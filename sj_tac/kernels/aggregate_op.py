@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.threads import RUNS, empty, flat, is_channels_last, share, vector
+from sj_tac.kernels.cpu.threads import RUNS, empty, flat, is_channels_last, share, vector
 
 
 def _like(x: Tensor, frames: int) -> Tensor:
@@ -26,7 +26,7 @@ def _rows(x: Tensor, like: Tensor) -> Any:
 
 def aggregate_now(x: Tensor, weights: Tensor, group: int) -> Tensor:
     """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], in float32 or float64."""
-    from sj_tac.kernels import numba_aggregate
+    from sj_tac.kernels.cpu import aggregate as numba_aggregate
 
     out = _like(x, -(-x.shape[0] // group))
     rows = _rows(x, x)
@@ -49,7 +49,7 @@ def aggregate_backward(
     go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients to x and weights; empty where not needed."""
-    from sj_tac.kernels import numba_aggregate
+    from sj_tac.kernels.cpu import aggregate as numba_aggregate
 
     frames, size = x.shape[0], x.numel() // x.shape[0]
     pieces = -(-size // numba_aggregate.PIECE)
@@ -72,7 +72,8 @@ def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_wei
 
 @aggregate.register_kernel("cuda")
 def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
-    from sj_tac.kernels import cuda_aggregate, cupy_launch
+    from sj_tac.kernels.gpu import aggregate as cuda_aggregate
+    from sj_tac.kernels.gpu import launch as cupy_launch
 
     RUNS["aggregate", "cupy"] += 1
     return cuda_aggregate.forward(cupy_launch.launch, x, weights, group)
@@ -80,7 +81,8 @@ def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
 
 @aggregate_backward.register_kernel("cuda")
 def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels import cuda_aggregate, cupy_launch
+    from sj_tac.kernels.gpu import aggregate as cuda_aggregate
+    from sj_tac.kernels.gpu import launch as cupy_launch
 
     RUNS["aggregate", "cupy"] += 1
     gx, g_weights = cuda_aggregate.backward(cupy_launch.launch, go, x, weights, group, need_x, need_weights)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sj_tac.kernels.numba_steps import M0, M1, M2, M3, M4, M5, after, charged, lean
-from sj_tac.kernels.numba_surrogate import derivative
-from sj_tac.kernels.numba_tiles import following, geometry, load, locate, store
+from sj_tac.kernels.cpu.steps import M0, M1, M2, M3, M4, M5, after, charged, lean
+from sj_tac.kernels.cpu.surrogate import derivative
+from sj_tac.kernels.cpu.tiles import following, geometry, load, locate, store
 
 # As in numba_forward: slots of a tile, and where what lies in the buffer, four corners each.
 TILE = 256

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from sj_tac.kernels.numba_steps import M0, M1, M2, M3, M4, M5, after, charged
-from sj_tac.kernels.numba_surrogate import derivative
+from sj_tac.kernels.cpu.steps import M0, M1, M2, M3, M4, M5, after, charged
+from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL
 
 

@@ -1,0 +1,157 @@
+"""A conversion under a policy that is known: copy, look, decide, swap, verify; and what a converted model carries."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rewrites import swap
+from rewrites import verify as verification
+from rewrites.plan import Analysis, analyse
+from rewrites.trace import as_arguments
+from sj_tac import host
+from sj_tac.errors import ConversionError, ModelTypeError
+from sj_tac.kernels import backends
+from sj_tac.runtime.swapped import is_swapped
+from sj_tac.verdicts import Reason, Report
+
+RECORD = "_sj_tac"
+
+
+@dataclass(frozen=True)
+class Recalibrated:
+    """Running mean and variance [C] of a BatchNorm before and after they were re-estimated."""
+
+    before: tuple[Tensor, Tensor]
+    after: tuple[Tensor, Tensor]
+    moved: bool
+
+
+@dataclass
+class Record:
+    """What a converted model carries: its analysis, the hooks of its collapsed regions, what its policy was chosen by."""
+
+    analysis: Analysis
+    handles: list[RemovableHandle]
+    title: str
+    evidence: Any = None
+    recalibrated: dict[str, Recalibrated] = field(default_factory=dict)
+
+
+def convert_with(
+    model: nn.Module,
+    policy: Any,
+    k: int = 2,
+    *,
+    example_input: Any = None,
+    backend: str = "auto",
+    fuse: bool = True,
+    inplace: bool = False,
+    evidence: Any = None,
+) -> nn.Module:
+    """``convert`` under any policy but "auto"; ``evidence`` for the policy goes into the report."""
+    backend = backends.choose(backend, fuse)
+    check_plain(model)
+    target = model if inplace else deep_copy(model)
+    analysis = analyse(target, policy, k, example_input, backend, fuse)
+    if not analysis.layout.drives:
+        raise ConversionError(_no_chain(model, analysis))
+    if not inplace:
+        host.reset(target)
+    handles = swap.apply(target, analysis.layout)
+    try:
+        _verify(target, analysis, example_input)
+    except BaseException:
+        swap.undo(target, handles)
+        raise
+    setattr(target, RECORD, Record(analysis, handles, type(model).__name__, evidence))
+    return target
+
+
+def _verify(target: nn.Module, analysis: Analysis, example_input: Any) -> None:
+    """Run the converted net once beside what was seen of its source, and forget the large part of that."""
+    if analysis.seen is None:
+        return
+    drives = analysis.layout.drives.values()
+    groups = any(analysis.settings[d.name].emit == "groups" for d in drives if d.mode == "collapse")
+    device = next((p.device.type for p in target.parameters()), "cpu")
+    verification.verify(
+        analysis.seen,
+        target,
+        as_arguments(example_input),
+        exact=all(s.k == 1 for s in analysis.settings.values() if s.mode != "keep"),
+        any_rate=groups,
+        runs_here=analysis.backend != backends.CUPY or device == "cuda",
+    )
+    analysis.seen = verification.Run(analysis.seen.macs, [], [])
+
+
+def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
+    """The verdicts that ``convert`` would give, without converting; no chain is no error here. Raises as ``convert``."""
+    check_plain(model)
+    target = deep_copy(model)
+    analysis = analyse(target, policy, k, example_input, backends.choose("auto"), True)
+    return analysis.report(target, f"plan for {type(model).__name__}")
+
+
+def report(converted: nn.Module) -> Report:
+    """What became of every conv of a converted model. MACs show once it has seen an input. Raises ConversionError."""
+    record = record_of(converted, "report")
+    return replace(record.analysis.report(converted, record.title), evidence=record.evidence)
+
+
+def check_plain(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelTypeError(f"a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
+    for name, module in model.named_modules():
+        if is_swapped(module):
+            where = f"its module {name!r} is" if name else "it is"
+            raise ConversionError(
+                f"{type(model).__name__} cannot be converted again: {where} part of a converted chain; "
+                "sj_tac.restore it first, or change it with sj_tac.set_k"
+            )
+
+
+def deep_copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model, host.detached_memories(model))
+    except Exception as error:
+        stuck = [
+            f"{name}.{key}".lstrip(".")
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and not value.is_leaf
+        ]
+        which = f" because {stuck[0]!r} is a tensor computed from others (pruning, weight_norm)" if stuck else ""
+        raise ConversionError(
+            f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); make the weights "
+            "plain first (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm), or pass inplace=True"
+        ) from error
+
+
+def record_of(model: Any, action: str) -> Record:
+    if not isinstance(model, nn.Module):
+        raise ModelTypeError(f"{action}: a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
+    record = model.__dict__.get(RECORD)
+    if isinstance(record, Record):
+        return record
+    inner = [name for name, module in model.named_modules() if RECORD in module.__dict__]
+    hint = f"its module {inner[0]!r} is: call {action} on that" if inner else "call sj_tac.convert first"
+    raise ConversionError(f"{action}: {type(model).__name__} is not a converted model; {hint}")
+
+
+def _no_chain(model: nn.Module, analysis: Analysis) -> str:
+    verdicts = analysis.report(model, "").verdicts
+    if not verdicts:
+        return f"{type(model).__name__} has no convolution; sj_tac converts Conv2d -> [BatchNorm2d] -> neuron chains"
+    if all(v.reason == Reason.NOT_MULTI_STEP for v in verdicts):
+        return (
+            f"{type(model).__name__} is in step_mode 's', one frame a call, where nothing can be aggregated; "
+            "call functional.set_step_mode(model, 'm') and feed it [T, N, C, H, W]"
+        )
+    lines = [f"  {v.layer}: {v.reason}: {v.detail} ({v.hint})" for v in verdicts]
+    return f"no chain of {type(model).__name__} can be converted:\n" + "\n".join(lines)

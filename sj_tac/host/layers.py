@@ -1,0 +1,58 @@
+"""What norms and pools of the host compute, as numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from spikingjelly.activation_based import functional
+from torch import Tensor, nn
+
+from sj_tac.host import dispatch
+
+
+def affine(norm: Any) -> tuple[Tensor, Tensor]:
+    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
+    var: Tensor = norm.running_var
+    numbers = var.device.type == "cpu" and var.dtype == torch.float32
+    if numbers and not dispatch.differentiates(norm.weight, norm.bias) and dispatch.is_plain(var):
+        return _affine_of_numbers(norm)
+    invstd = 1 / torch.sqrt(norm.running_var + norm.eps)
+    scale = invstd if norm.weight is None else norm.weight * invstd
+    shift = -norm.running_mean * scale
+    return scale, shift if norm.bias is None else norm.bias + shift
+
+
+def _affine_of_numbers(norm: Any) -> tuple[Tensor, Tensor]:
+    """``affine`` in NumPy, operation for operation: a call of torch's costs more than the arithmetic of a few channels."""
+    scale = 1 / np.sqrt(norm.running_var.numpy() + np.float32(norm.eps))
+    if norm.weight is not None:
+        scale = norm.weight.detach().numpy() * scale
+    shift = -norm.running_mean.numpy() * scale
+    if norm.bias is not None:
+        shift = norm.bias.detach().numpy() + shift
+    return torch.from_numpy(scale), torch.from_numpy(shift)
+
+
+def pool_frames(pool: Any, frames: Tensor) -> Tensor:
+    """A pool on frames [T, N, C, H, W], by torch's own class, whatever the module has become."""
+    kind = nn.MaxPool2d if isinstance(pool, nn.MaxPool2d) else nn.AvgPool2d
+    pooled: Tensor = functional.seq_to_ann_forward(frames, lambda x: kind.forward(pool, x))
+    return pooled
+
+
+def pool_window(pool: Any) -> tuple[int, ...] | None:
+    """(kh, kw, sh, sw, ph, pw) of a pool that the fused kernels know, else None."""
+
+    def pair(value: Any) -> tuple[int, int]:
+        return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))
+
+    plain = not pool.ceil_mode
+    if isinstance(pool, nn.MaxPool2d):
+        plain = plain and not pool.return_indices and pair(pool.dilation) == (1, 1)
+    elif isinstance(pool, nn.AvgPool2d):
+        plain = plain and pool.divisor_override is None and (pool.count_include_pad or pair(pool.padding) == (0, 0))
+    else:
+        return None
+    return (*pair(pool.kernel_size), *pair(pool.stride), *pair(pool.padding)) if plain else None

@@ -1,0 +1,125 @@
+"""A neuron's constants and its steps, by the host's own functions where it has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from spikingjelly.activation_based import functional
+from spikingjelly.activation_based import surrogate as surrogate
+from torch import Tensor, nn
+
+from sj_tac.host.types import IS_V2, neuron
+
+
+def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
+    """beta of ``h = r + beta (v - r) + gamma x``: a float, or for a PLIF a differentiable 0-dim tensor of ``dtype``."""
+    if isinstance(node, neuron.ParametricLIFNode):
+        decayed: Tensor = 1.0 - node.w.to(dtype).sigmoid()
+        return decayed
+    if isinstance(node, neuron.LIFNode):
+        return 1.0 - 1.0 / float(node.tau)
+    return 1.0
+
+
+def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:
+    """gamma of ``h = r + beta (v - r) + gamma x``; see ``decay``."""
+    if not getattr(node, "decay_input", False):
+        return 1.0
+    if isinstance(node, neuron.ParametricLIFNode):
+        gain: Tensor = node.w.to(dtype).sigmoid()
+        return gain
+    return 1.0 / float(node.tau)
+
+
+def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
+    """The second half of a neuron step: charged voltage h -> (spike, voltage after the reset)."""
+    spike = node.surrogate_function(charged - node.v_threshold)
+    fired = spike.detach() if node.detach_reset else spike
+    if node.v_reset is None:
+        return spike, charged - fired * node.v_threshold
+    return spike, (1.0 - fired) * charged + fired * node.v_reset
+
+
+def resting_voltage(node: Any) -> float:
+    """r: where the voltage decays to, ``v_reset``, or 0 for a soft reset."""
+    return 0.0 if node.v_reset is None else float(node.v_reset)
+
+
+def neuron_problem(node: Any) -> str:
+    """Why a neuron's steps must be the host's own; empty where they need not."""
+    if node.store_v_seq:
+        return "store_v_seq wants every step's voltage"
+    if getattr(node, "_neuron_precision", None) is not None:
+        return "the neuron has a precision of its own"
+    return ""
+
+
+def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
+    """Ordinary steps on the drives [T, ...] from ``voltage``, by the host's own functions: spikes [T, ...], last voltage."""
+    if not IS_V2:
+        return _loop(node, drives, voltage)
+    shared = (node.v_threshold, node.v_reset, node.surrogate_function, node.detach_reset)
+    if isinstance(node, neuron.ParametricLIFNode):
+        spikes, last, _ = functional.plif_multi_step(drives, voltage, node.w, node.decay_input, *shared)
+    elif isinstance(node, neuron.LIFNode):
+        spikes, last, _ = functional.lif_multi_step(drives, voltage, float(node.tau), node.decay_input, *shared)
+    else:
+        spikes, last, _ = functional.if_multi_step(drives, voltage, *shared)
+    return spikes, last
+
+
+def _loop(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
+    """``steps_on`` for a host that has no functions for it, in the order of operations of the one that has."""
+    rest, spikes = resting_voltage(node), []
+    for x in drives:
+        if isinstance(node, neuron.ParametricLIFNode):
+            rate = node.w.sigmoid().to(voltage.dtype)
+            charged = voltage + (x - (voltage - rest)) * rate if node.decay_input else voltage - (voltage - rest) * rate + x
+        elif isinstance(node, neuron.LIFNode):
+            tau = float(node.tau)
+            charged = voltage + (x - (voltage - rest)) / tau if node.decay_input else voltage - (voltage - rest) / tau + x
+        else:
+            charged = voltage + x
+        spike, voltage = fire_and_reset(node, charged)
+        spikes.append(spike)
+    return torch.stack(spikes), voltage
+
+
+def charge_mode(node: Any, merged: bool) -> int:
+    """How a fused kernel orders the operations of the charge, so that its spikes are the host's (kernels/numba_steps.py)."""
+    if merged:
+        return 5
+    if isinstance(node, neuron.ParametricLIFNode):
+        return 2 if node.decay_input else 3
+    if isinstance(node, neuron.LIFNode):
+        return 0 if node.decay_input else 1
+    return 4
+
+
+# The surrogates whose derivative the fused kernels know, in the order that numbers them; the older host lacks one.
+_SURROGATES = ("Sigmoid", "ATan", "PiecewiseQuadratic", "PiecewiseExp", "SoftSign", "SuperSpike", "Erf")
+_NUMBERS = {getattr(surrogate, name): i for i, name in enumerate(_SURROGATES) if hasattr(surrogate, name)}
+FUSED_SURROGATES: tuple[type[nn.Module], ...] = tuple(_NUMBERS)
+
+
+def fused_surrogate(node: Any) -> tuple[int, float] | None:
+    """Number and alpha of a neuron's surrogate, where the fused kernels know it."""
+    function = node.surrogate_function
+    if type(function) not in FUSED_SURROGATES or not function.spiking or not isinstance(function.alpha, (int, float)):
+        return None
+    return _NUMBERS[type(function)], float(function.alpha)
+
+
+# The host's other surrogates that fire where the voltage reaches the threshold, and so differ in their gradient alone.
+_THRESHOLDS = (
+    *("Rect", "S2NN", "QPseudoSpike", "LeakyKReLU", "FakeNumericalGradient", "LogTailedReLU", "DeterministicPass"),
+    *("SquarewaveFourierSeries", "NonzeroSignLogAbs", "PiecewiseLeakyReLU"),
+)
+_FIRING = {getattr(surrogate, name) for name in (*_SURROGATES, *_THRESHOLDS) if hasattr(surrogate, name)}
+
+
+def fires_by_threshold(node: Any) -> bool:
+    """True where a neuron's spikes are ``h >= v_threshold``, whatever their surrogate gradient."""
+    function = node.surrogate_function
+    return type(function) in _FIRING and bool(getattr(function, "spiking", True))

@@ -1,0 +1,102 @@
+"""Which of SpikingJelly's types are what: the one place that names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spikingjelly.activation_based import base
+from spikingjelly.activation_based import layer as layer
+from spikingjelly.activation_based import neuron as neuron
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+# For modules of ours that keep state, or have a step mode, as the host's do.
+MemoryModule: Any = base.MemoryModule
+StepModule: Any = base.StepModule
+LIBRARY = "spikingjelly.activation_based."
+IS_V2 = hasattr(base.MemoryModule, "materialize_states")
+# Exact types only: a subclass may have other dynamics, and swapping its class would lose them.
+CONVS: tuple[type[nn.Module], ...] = (layer.Conv2d, layer.Conv1d, layer.Conv3d)
+LINEARS: tuple[type[nn.Module], ...] = (layer.Linear,)
+# Containers that fold time into the batch and run torch's own layers, or the host's in step_mode "s".
+CONTAINERS: tuple[type[nn.Module], ...] = (layer.SeqToANNContainer,)
+INNER_CONVS: tuple[type[nn.Module], ...] = (*CONVS, nn.Conv2d, nn.Conv1d, nn.Conv3d)
+INNER_LINEARS: tuple[type[nn.Module], ...] = (*LINEARS, nn.Linear)
+PLAIN_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm1d, nn.BatchNorm3d)
+NORMS: tuple[type[nn.Module], ...] = (
+    layer.BatchNorm2d,
+    layer.BatchNorm1d,
+    layer.BatchNorm3d,
+    layer.ThresholdDependentBatchNorm2d,
+)
+NEURONS: tuple[type[nn.Module], ...] = (neuron.LIFNode, neuron.IFNode, neuron.ParametricLIFNode)
+MAX_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d,)
+# MaxPools of any kind: not linear, so that a mean of steps, or a drive, must not pass one.
+ANY_MAX_POOLS: tuple[type[nn.Module], ...] = (
+    layer.MaxPool1d,
+    layer.MaxPool2d,
+    layer.MaxPool3d,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+    nn.AdaptiveMaxPool2d,
+)
+AVG_POOLS: tuple[type[nn.Module], ...] = (
+    layer.AvgPool1d,
+    layer.AvgPool2d,
+    layer.AvgPool3d,
+    layer.AdaptiveAvgPool1d,
+    layer.AdaptiveAvgPool2d,
+    layer.AdaptiveAvgPool3d,
+)
+INNER_AVG_POOLS: tuple[type[nn.Module], ...] = (*AVG_POOLS, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool2d)
+POOLS: tuple[type[nn.Module], ...] = (
+    layer.MaxPool2d,
+    layer.AvgPool2d,
+    layer.AdaptiveAvgPool2d,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+)
+FUSED_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d, layer.AvgPool2d)
+# What a weighted sum of frames may pass through, because it treats all frames alike and is linear in them.
+LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *AVG_POOLS, layer.Flatten, nn.Identity)
+# What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.
+AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
+# What treats every frame alike, and no more: frames that stand for several steps may pass, sums may not.
+PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout,)
+
+
+def is_conv(module: nn.Module) -> bool:
+    """Any convolution at all, SpikingJelly's or torch's own, of any dimension."""
+    return isinstance(module, _ConvNd)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Any normalisation layer, supported or not."""
+    return isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) or type(module).__module__ == LIBRARY + "layer.bn"
+
+
+def is_neuron(module: nn.Module) -> bool:
+    """Any spiking neuron, supported or not, subclasses by the user among them."""
+    return isinstance(module, neuron.BaseNode) or type(module).__module__.startswith(LIBRARY + "neuron")
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """What torch.fx must not look into: step modules (they branch on ``step_mode``) and the library's own layers."""
+    return isinstance(module, base.StepModule) or type(module).__module__.startswith(LIBRARY + "layer")
+
+
+def is_composite(module: nn.Module) -> bool:
+    """A layer of the library that is built of multi-step modules, as its attention is: torch.fx may look into it."""
+    return is_leaf(module) and not isinstance(module, base.StepModule) and any(True for _ in module.children())
+
+
+def is_multi_step(module: nn.Module) -> bool:
+    """False only where the module has a ``step_mode`` and it is not ``"m"``."""
+    return getattr(module, "step_mode", "m") == "m"
+
+
+def uses_batch_statistics(norm: nn.Module) -> bool:
+    """True where a BatchNorm keeps no running statistics and so normalises by the batch's own, in eval mode too."""
+    return getattr(norm, "running_mean", None) is None

@@ -1,0 +1,1 @@
+"""What a converted module does in a call."""
