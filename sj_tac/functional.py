@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from sj_tac.kernels import aggregate as aggregation
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
-from sj_tac.kernels.fire import fire_checked
 from sj_tac.kernels.weights import decay_weights, group_lengths, temporal_sum
 
 __all__ = ["aggregate", "decay_weights", "expand", "fire", "temporal_sum"]
@@ -37,8 +36,14 @@ def aggregate(
     Raises:
         ValueError: no frames, or weights that do not fit ``k`` and T. BackendError: a named backend that cannot run this.
     """
+    if isinstance(weights, Tensor) and weights.dim() != 1:
+        raise ValueError(f"aggregate got weights {list(weights.shape)}; it takes [k], one weight per frame of a group")
     chosen = list(weights.unbind() if isinstance(weights, Tensor) else weights)
-    steps = x.shape[0] if x.dim() else 0
+    steps = reference.as_number(x.shape[0]) if x.dim() else 0
+    if not x.is_floating_point():
+        raise ValueError(f"aggregate got frames of {x.dtype}; it sums floating point numbers: convert them, x.float()")
+    if any(isinstance(w, Tensor) and w.dim() for w in (*chosen, *tail)):
+        raise ValueError("aggregate got a weight that is a tensor of a shape; give a number, or a tensor [], for each frame")
     if steps == 0:
         raise ValueError(f"aggregate needs frames [T, ...] with T >= 1, got shape {list(x.shape)}")
     if k < 1 or len(chosen) != k:
@@ -101,12 +106,14 @@ def fire(
     Raises:
         ValueError: shapes or numbers that do not fit. BackendError: a named backend that cannot run this.
     """
-    total = y.shape[0] * k if steps is None else steps
-    if y.dim() != 5 or k < 1 or len(group_lengths(total, k)) != y.shape[0]:
+    drives = reference.as_number(y.shape[0]) if y.dim() else 0
+    total = drives * k if steps is None else steps
+    lengths = group_lengths(total, k) if k >= 1 and total >= 1 else []
+    if y.dim() != 5 or not lengths or len(lengths) != drives:
         raise ValueError(
-            f"fire got drives {list(y.shape)} with k={k} and {total} steps; it takes [ceil(steps / k), N, C, H, W]"
+            f"fire got drives {list(y.shape)} with k={k} and {total} steps; it takes "
+            "[ceil(steps / k), N, C, H, W] and at least one step"
         )
-    lengths = group_lengths(total, k)
     emitted = len(lengths) if merge else total
     if weights is not None and (tuple(weights.shape) != (emitted,) or group < 1):
         raise ValueError(
@@ -118,4 +125,5 @@ def fire(
             f"{y.dtype}, merge={merge}; it takes one frame for each step, and none for merged steps"
         )
     kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
-    return fire_checked(kernel, y, node, lengths, v, residual, scale, shift, pool, weights, group, merge, normalize)
+    call = kernels.Call(y, node, lengths, v, residual, scale, shift, pool, weights, group, merge, normalize)
+    return kernels.run(kernel, call)

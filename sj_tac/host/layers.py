@@ -14,24 +14,28 @@ from sj_tac.host import dispatch
 
 def affine(norm: Any) -> tuple[Tensor, Tensor]:
     """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
-    var: Tensor = norm.running_var
-    numbers = var.device.type == "cpu" and var.dtype == torch.float32
-    if numbers and not dispatch.differentiates(norm.weight, norm.bias) and dispatch.is_plain(var):
-        return _affine_of_numbers(norm)
-    invstd = 1 / torch.sqrt(norm.running_var + norm.eps)
-    scale = invstd if norm.weight is None else norm.weight * invstd
-    shift = -norm.running_mean * scale
-    return scale, shift if norm.bias is None else norm.bias + shift
+    # Past the module's own look-up, which costs more than the arithmetic; a parametrized weight is in neither.
+    weight, bias = (norm._parameters[n] if n in norm._parameters else getattr(norm, n) for n in ("weight", "bias"))
+    mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
+    numbers = var.device.type == "cpu" and var.dtype is torch.float32 and dispatch.is_plain(var)
+    if numbers and not dispatch.differentiates(weight, bias):
+        return _affine_of_numbers(mean, var, norm.eps, weight, bias)
+    invstd = 1 / torch.sqrt(var + norm.eps)
+    scale = invstd if weight is None else weight * invstd
+    shift = -mean * scale
+    return scale, shift if bias is None else bias + shift
 
 
-def _affine_of_numbers(norm: Any) -> tuple[Tensor, Tensor]:
+def _affine_of_numbers(
+    mean: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """``affine`` in NumPy, operation for operation: a call of torch's costs more than the arithmetic of a few channels."""
-    scale = 1 / np.sqrt(norm.running_var.numpy() + np.float32(norm.eps))
-    if norm.weight is not None:
-        scale = norm.weight.detach().numpy() * scale
-    shift = -norm.running_mean.numpy() * scale
-    if norm.bias is not None:
-        shift = norm.bias.detach().numpy() + shift
+    scale = 1 / np.sqrt(var.numpy() + np.float32(eps))
+    if weight is not None:
+        scale = weight.detach().numpy() * scale
+    shift = -mean.numpy() * scale
+    if bias is not None:
+        shift = bias.detach().numpy() + shift
     return torch.from_numpy(scale), torch.from_numpy(shift)
 
 

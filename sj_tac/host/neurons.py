@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
 
 def resting_voltage(node: Any) -> float:
     """r: where the voltage decays to, ``v_reset``, or 0 for a soft reset."""
+    if isinstance(node.v_reset, Tensor) and node.v_reset.numel() != 1:
+        raise ValueError(
+            f"{type(node).__name__}.v_reset is a tensor {list(node.v_reset.shape)}; sj_tac knows neurons with one v_reset, "
+            "a number or None"
+        )
     return 0.0 if node.v_reset is None else float(node.v_reset)
 
 
@@ -57,7 +63,8 @@ def neuron_problem(node: Any) -> str:
 
 def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
     """Ordinary steps on the drives [T, ...] from ``voltage``, by the host's own functions: spikes [T, ...], last voltage."""
-    if not IS_V2:
+    # The host's functions take v_threshold as a number: they would refuse one by channel, and lose a trained one's gradient.
+    if not IS_V2 or isinstance(node.v_threshold, Tensor):
         return _loop(node, drives, voltage)
     shared = (node.v_threshold, node.v_reset, node.surrogate_function, node.detach_reset)
     if isinstance(node, neuron.ParametricLIFNode):
@@ -86,15 +93,30 @@ def _loop(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(spikes), voltage
 
 
-def charge_mode(node: Any, merged: bool) -> int:
-    """How a fused kernel orders the operations of the charge, so that its spikes are the host's (kernels/numba_steps.py)."""
+class ChargeMode(IntEnum):
+    """How a fused kernel orders the operations of the charge, so that its spikes are the host's.
+
+    The LIF modes divide by tau, the PLIF modes multiply; IF adds; MERGED is ``r + beta (v - r) + gamma x``. The kernels
+    (kernels/cpu/steps.py, kernels/gpu/src/neuron.cuh) count on these numbers.
+    """
+
+    LIF_DECAY = 0
+    LIF = 1
+    PLIF_DECAY = 2
+    PLIF = 3
+    IF = 4
+    MERGED = 5
+
+
+def charge_mode(node: Any, merged: bool) -> ChargeMode:
+    """The mode of a neuron's steps, or of merged ones."""
     if merged:
-        return 5
+        return ChargeMode.MERGED
     if isinstance(node, neuron.ParametricLIFNode):
-        return 2 if node.decay_input else 3
+        return ChargeMode.PLIF_DECAY if node.decay_input else ChargeMode.PLIF
     if isinstance(node, neuron.LIFNode):
-        return 0 if node.decay_input else 1
-    return 4
+        return ChargeMode.LIF_DECAY if node.decay_input else ChargeMode.LIF
+    return ChargeMode.IF
 
 
 # The surrogates whose derivative the fused kernels know, in the order that numbers them; the older host lacks one.

@@ -10,6 +10,7 @@ from torch import Tensor
 from sj_tac.errors import BackendError
 from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate_op, backends, reference
+from sj_tac.kernels.checks import INSTEAD, refuse_tangents
 
 run_reference = reference.aggregate
 
@@ -27,8 +28,9 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor]) -> tuple[Tensor, int]:
     """One weight for each frame, [T], and how many are summed."""
     wide = reference.accumulation_dtype(frames.dtype)
-    flat = [*weights] * ((frames.shape[0] - len(tail)) // len(weights)) + [*tail]
-    group = len(weights) if frames.shape[0] > len(tail) else len(tail)
+    whole = reference.as_number(frames.shape[0]) - len(tail)
+    flat = [*weights] * (whole // len(weights)) + [*tail]
+    group = len(weights) if whole else len(tail)
     if any(isinstance(w, Tensor) for w in flat):
         return torch.stack([torch.as_tensor(w, dtype=wide, device=frames.device) for w in flat]), group
     return reference.constant([float(w) for w in flat], wide, frames.device), group
@@ -37,15 +39,21 @@ def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[floa
 def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
     """The compiled kernel, through the torch operator ``sj_tac::aggregate`` where that has something to do."""
     chosen, group = _flat(frames, weights, tail)
-    straight = dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen)
-    run = aggregate_op.aggregate_now if straight else aggregate_op.aggregate
-    summed: Tensor = run(frames.to(chosen.dtype), chosen, group)
-    return summed.to(frames.dtype)
+    wide = frames if frames.dtype is chosen.dtype else frames.to(chosen.dtype)
+    if dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen):
+        return aggregate_op.aggregate_now(wide, chosen, group).to(frames.dtype)
+    return _by_operator(wide, chosen, group).to(frames.dtype)
 
 
 def run_cupy(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
     """The CUDA kernel, which reads and writes half itself."""
-    summed: Tensor = aggregate_op.aggregate(frames, *_flat(frames, weights, tail))
+    return _by_operator(frames, *_flat(frames, weights, tail))
+
+
+def _by_operator(frames: Tensor, weights: Tensor, group: int) -> Tensor:
+    backends.refuse_onnx("aggregate")
+    refuse_tangents("aggregate", frames, weights, advice=INSTEAD)
+    summed: Tensor = aggregate_op.aggregate(frames, weights, group)
     return summed
 
 

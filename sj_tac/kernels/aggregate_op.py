@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.cpu.threads import RUNS, empty, flat, is_channels_last, share, vector
+from sj_tac.kernels.checks import check_aggregate, refuse_dtype
+from sj_tac.kernels.cpu.threads import flat, share, vector
+from sj_tac.kernels.layout import RUNS, empty, is_channels_last
+
+# Dtypes of frames on each device.
+ON_CPU = (torch.float32, torch.float64)
+ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _like(x: Tensor, frames: int) -> Tensor:
@@ -28,10 +34,13 @@ def aggregate_now(x: Tensor, weights: Tensor, group: int) -> Tensor:
     """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], in float32 or float64."""
     from sj_tac.kernels.cpu import aggregate as numba_aggregate
 
+    refuse_dtype("aggregate", x, ON_CPU)
+    check_aggregate(x, weights, group)
     out = _like(x, -(-x.shape[0] // group))
     rows = _rows(x, x)
     pieces = -(-rows.shape[1] // numba_aggregate.PIECE)
-    share(numba_aggregate, "forward", pieces, x.numel(), rows, vector(weights, x), group, _rows(out, x))
+    assert rows.shape[0] == x.shape[0] == weights.numel(), (rows.shape, weights.shape)
+    share(numba_aggregate.forward, pieces, x.numel(), rows, vector(weights, x), group, _rows(out, x))
     RUNS["aggregate", "numba"] += 1
     return out
 
@@ -41,6 +50,7 @@ aggregate = torch.library.custom_op("sj_tac::aggregate", aggregate_now, mutates_
 
 @aggregate.register_fake
 def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
+    check_aggregate(x, weights, group)
     return _like(x, -(-x.shape[0] // group))
 
 
@@ -51,21 +61,23 @@ def aggregate_backward(
     """Gradients to x and weights; empty where not needed."""
     from sj_tac.kernels.cpu import aggregate as numba_aggregate
 
+    refuse_dtype("aggregate", x, ON_CPU)
+    check_aggregate(x, weights, group, go)
     frames, size = x.shape[0], x.numel() // x.shape[0]
     pieces = -(-size // numba_aggregate.PIECE)
     gx = _like(x, frames) if need_x else x.new_empty(0)
     # A weight's gradient is summed piece by piece, so that it does not depend on how many threads share the pieces.
     partial = x.new_zeros(pieces if need_weights else 0, frames)
-    share(
-        numba_aggregate, "backward", pieces, 2 * x.numel(), _rows(go, x), _rows(x, x), vector(weights, x), group,
-        _rows(gx, x) if need_x else x.new_empty(frames, 0).numpy(), partial.numpy(), vector(x.new_zeros(1), x)[0],
-    )  # fmt: skip
+    read = numba_aggregate.Frames(_rows(go, x), _rows(x, x), vector(weights, x))
+    written = numba_aggregate.Gradients(_rows(gx, x) if need_x else x.new_empty(frames, 0).numpy(), partial.numpy())
+    share(numba_aggregate.backward, pieces, 2 * x.numel(), read, group, vector(x.new_zeros(1), x)[0], written)
     RUNS["aggregate", "numba"] += 1
     return gx, partial.sum(0) if need_weights else x.new_empty(0)
 
 
 @aggregate_backward.register_fake
 def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
+    check_aggregate(x, weights, group, go)
     gx = _like(x, x.shape[0]) if need_x else x.new_empty(0)
     return gx, weights.new_empty(x.shape[0] if need_weights else 0)
 
@@ -75,6 +87,8 @@ def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
     from sj_tac.kernels.gpu import aggregate as cuda_aggregate
     from sj_tac.kernels.gpu import launch as cupy_launch
 
+    refuse_dtype("aggregate", x, ON_CUDA)
+    check_aggregate(x, weights, group)
     RUNS["aggregate", "cupy"] += 1
     return cuda_aggregate.forward(cupy_launch.launch, x, weights, group)
 
@@ -84,6 +98,8 @@ def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_wei
     from sj_tac.kernels.gpu import aggregate as cuda_aggregate
     from sj_tac.kernels.gpu import launch as cupy_launch
 
+    refuse_dtype("aggregate", x, ON_CUDA)
+    check_aggregate(x, weights, group, go)
     RUNS["aggregate", "cupy"] += 1
     gx, g_weights = cuda_aggregate.backward(cupy_launch.launch, go, x, weights, group, need_x, need_weights)
     return (x.new_empty(0) if gx is None else gx), (weights.new_empty(0) if g_weights is None else g_weights)
@@ -102,3 +118,26 @@ def _backward(ctx: Any, go: Tensor) -> tuple[Any, ...]:
 
 
 aggregate.register_autograd(_backward, setup_context=_setup)
+
+
+def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.group, *ctx.needed = inputs[3:]
+
+
+def _second(ctx: Any, by_gx: Tensor, by_weights: Tensor) -> tuple[Any, ...]:
+    """The gradients are products of go with weights and with x, so theirs are the same sums of other factors."""
+    go, x, weights = ctx.saved_tensors
+    group, (need_x, need_weights) = ctx.group, ctx.needed
+    to_go = to_x = to_weights = None
+    if need_x:
+        to_go = aggregate(by_gx, weights, group)
+        to_weights = aggregate_backward(go, by_gx, weights, group, False, True)[1]
+    if need_weights:
+        through = aggregate(x, by_weights, group)
+        to_go = through if to_go is None else to_go + through
+        to_x = aggregate_backward(go, x, by_weights, group, True, False)[0]
+    return to_go, to_x, to_weights, None, None, None
+
+
+aggregate_backward.register_autograd(_second, setup_context=_setup_second)

@@ -50,6 +50,17 @@ def fastest(backend: str, device: torch.device | None, dtype: torch.dtype) -> tu
     return CUPY, f"there are no compiled kernels for {device}"
 
 
+def refuse_onnx(operator: str) -> None:
+    """Raise BackendError under the ONNX exporter that traces: it cannot write down a compiled kernel."""
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
+        raise BackendError(
+            f"the tracing ONNX exporter (dynamo=False) has no operator sj_tac::{operator}; torch.export.export takes the "
+            "net with it, and torch.jit.trace does"
+        )
+
+
 def cupy_problem(dtype: torch.dtype) -> str:
     """Why the CUDA kernels cannot run; empty where they can. Imports CuPy where a CUDA device asks for it."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.host import dispatch
+from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels import backends, fire_op, pools, reference
+from sj_tac.kernels.checks import check_fire, refuse_tangents, widened
+from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.weights import merged_steps
 
 
 def kernel_problem(node: nn.Module, pool: nn.Module | None, differentiates: bool = True) -> str:
     """Why no compiled kernel can run this neuron and pool; empty where they can."""
+    if isinstance(node.v_threshold, Tensor) and (node.v_threshold.dim() or node.v_threshold.requires_grad):
+        shape = list(node.v_threshold.shape)
+        return f"the compiled kernels know one fixed v_threshold for all neurons, not a tensor {shape} or a trained one"
     if host.fused_surrogate(node) is None and (differentiates or not host.fires_by_threshold(node)):
         names = ", ".join(t.__name__ for t in host.FUSED_SURROGATES)
         found = type(node.surrogate_function).__name__
@@ -57,41 +63,53 @@ def plan(backend: str, node: nn.Module, pool: nn.Module | None, weight: Tensor) 
     return choose(backend, node, pool, None if elsewhere else weight.device, weight.dtype)
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of ``fire``, whichever kernel runs it: arguments as ``functional.fire``, checked.
+class Call(NamedTuple):
+    """One call of ``fire``, whichever kernel runs it: arguments as ``functional.fire``.
 
     Attributes:
-        v: voltages, or None at rest; v, scale, shift, weights in the accumulation dtype of y.
-        lengths: steps on each drive; linear: [G, 2], beta and gamma that make every drive one merged step, or None.
+        lengths: steps on each drive. v: voltages, or None at rest.
     """
 
     y: Tensor
-    residual: Tensor | None
     node: Any
-    v: Tensor | None
     lengths: Sequence[int]
-    linear: Tensor | None
-    scale: Tensor | None
-    shift: Tensor | None
-    pool: nn.Module | None
-    weights: Tensor | None
-    group: int
+    v: Tensor | None = None
+    residual: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    pool: nn.Module | None = None
+    weights: Tensor | None = None
+    group: int = 1
+    merge: bool = False
+    normalize: bool = True
 
 
-def run_reference(call: Call) -> tuple[Tensor, Tensor]:
-    """The definition in plain PyTorch."""
+def _check(call: Call, linear: Tensor | None) -> None:
+    """What the operators look at themselves, for the kernel that is not one."""
+    window = None if call.pool is None else host.pool_window(call.pool)
+    check_fire(
+        Operands(
+            call.y, call.residual, call.scale, call.shift, call.v, linear, None, call.weights,
+            call.lengths if linear is None else [1] * len(call.lengths), 0, 1.0, 1.0, 1.0, 0.0, 1.0, False, False, 0, 1.0,
+            pools.NO_POOL if window is None else pools.number(call.pool), window or (), call.group,
+        )
+    )  # fmt: skip
+
+
+def run_reference(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The definition in plain PyTorch; linear: [G, 2], beta and gamma of merged steps, or None."""
+    _check(call, linear)
     y, node, pool, weights, group = call.y, call.node, call.pool, call.weights, call.group
     narrow, y = y.dtype, y.to(reference.accumulation_dtype(y.dtype))
     v = torch.full_like(y[0], host.resting_voltage(node)) if call.v is None else call.v
     if call.scale is not None and call.shift is not None:
         y = y * call.scale.view(-1, 1, 1) + call.shift.view(-1, 1, 1)
-    if call.linear is None:
+    if linear is None:
         drives = reference.repeat(y, call.lengths)
         spikes, v = host.steps_on(node, drives if call.residual is None else drives + call.residual.to(drives.dtype), v)
     else:
         rest, fired = host.resting_voltage(node), []
-        for drive, (beta, gamma) in zip(y, call.linear, strict=True):
+        for drive, (beta, gamma) in zip(y, linear, strict=True):
             spike, v = host.fire_and_reset(node, rest + beta * (v - rest) + gamma * drive)
             fired.append(spike)
         spikes = torch.stack(fired)
@@ -104,9 +122,18 @@ def run_reference(call: Call) -> tuple[Tensor, Tensor]:
     return torch.cat(sums).to(narrow), v
 
 
-def operands(call: Call) -> tuple[Any, ...]:
+def _plif(node: Any) -> Tensor | None:
+    """w of a PLIF; asking other neurons for it would cost as much as a check of the whole call."""
+    return node.w if isinstance(node, host.neuron.ParametricLIFNode) else None
+
+
+# The modes that divide by tau, and those that do the same by a multiplication.
+_MULTIPLYING = {ChargeMode.LIF_DECAY: ChargeMode.PLIF_DECAY, ChargeMode.LIF: ChargeMode.PLIF}
+
+
+def operands(call: Call, linear: Tensor | None) -> Operands:
     """What the torch operator ``sj_tac::fire`` is called with; the neuron's own numbers in float32 for half drives."""
-    y, node, pool, linear, lengths = call.y, call.node, call.pool, call.linear, call.lengths
+    y, node, pool, lengths = call.y, call.node, call.pool, call.lengths
     wide = reference.accumulation_dtype(y.dtype)
     spec = host.fused_surrogate(node) or ((0, 1.0) if host.fires_by_threshold(node) else None)
     window = (1, 1, 1, 1, 0, 0) if pool is None else host.pool_window(pool)
@@ -119,57 +146,66 @@ def operands(call: Call) -> tuple[Any, ...]:
         linear = torch.stack(pair).expand(len(lengths), 2)
     beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
     mode, tau = host.charge_mode(node, merged), float(getattr(node, "tau", 1.0))
-    if mode in (0, 1) and math.frexp(tau)[0] == 0.5:
+    if mode in _MULTIPLYING and math.frexp(tau)[0] == 0.5:
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
-        mode, tau = mode + 2, 1 / tau
-    w = getattr(node, "w", None)
-    kind = pools.NO_POOL
-    if pool is not None:
-        kind = pools.MAX_POOL if isinstance(pool, nn.MaxPool2d) else pools.AVG_POOL
-    return (
+        mode, tau = _MULTIPLYING[mode], 1 / tau
+    w = _plif(node)
+    return Operands(
         y, call.residual, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(),
         call.weights, [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
-        float(node.v_threshold), node.v_reset is not None, node.detach_reset, spec[0], spec[1], kind, list(window),
+        float(node.v_threshold), node.v_reset is not None, node.detach_reset, *spec, pools.number(pool), list(window),
         call.group,
     )  # fmt: skip
 
 
-def run_numba(call: Call) -> tuple[Tensor, Tensor]:
+def run_numba(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     """The compiled kernels for the CPU; half drives run in float32, and what comes out is half again."""
     wide = reference.accumulation_dtype(call.y.dtype)
     if call.y.dtype == wide:
-        return _numba(call)
+        return _numba(call, linear)
     residual = None if call.residual is None else call.residual.to(wide)
-    out, v = _numba(replace(call, y=call.y.to(wide), residual=residual))
+    out, v = _numba(call._replace(y=call.y.to(wide), residual=residual), linear)
     return out.to(call.y.dtype), v
 
 
-def _numba(call: Call) -> tuple[Tensor, Tensor]:
+def _numba(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     """By torch's operator; straight where it has nothing to do, because its dispatch costs as much as a small map."""
-    inputs = (call.y, call.residual, call.v, call.scale, call.shift, call.weights, getattr(call.node, "w", None))
-    straight = dispatch.is_plain(call.y) and not dispatch.differentiates(*inputs)
-    run = fire_op.fire_now if straight else fire_op.fire
-    out: tuple[Tensor, Tensor] = run(*operands(call))
+    inputs = (call.y, call.residual, call.v, call.scale, call.shift, call.weights, _plif(call.node))
+    if dispatch.is_plain(call.y) and not dispatch.differentiates(*inputs):
+        return fire_op.fire_now(*operands(call, linear))
+    return _by_operator(call, linear)
+
+
+def _by_operator(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
+    backends.refuse_onnx("fire")
+    out: tuple[Tensor, Tensor] = fire_op.fire(*operands(call, linear))
     return out
 
 
-def run_cupy(call: Call) -> tuple[Tensor, Tensor]:
+def run_cupy(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     """The CUDA kernels, which read and write half themselves."""
-    out: tuple[Tensor, Tensor] = fire_op.fire(*operands(call))
-    return out
+    return _by_operator(call, linear)
 
 
 RUNNERS = {reference.NAME: run_reference, backends.NUMBA: run_numba, backends.CUPY: run_cupy}
 
 
-def fire_checked(
-    kernel: str, y: Tensor, node: nn.Module, lengths: Sequence[int], v: Tensor | None, residual: Tensor | None,
-    scale: Tensor | None, shift: Tensor | None, pool: nn.Module | None, weights: Tensor | None, group: int, merge: bool,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``fire`` by one kernel, with ``lengths[g]`` steps on drive g and everything else known to fit."""
-    wide = reference.accumulation_dtype(y.dtype)
-    linear = merged_steps(node, lengths, normalize, wide, y.device) if merge else None
-    v, scale, shift, weights = (None if x is None else x.to(wide) for x in (v, scale, shift, weights))
-    call = Call(y, residual, node, v, lengths, linear, scale, shift, pool, weights, group)
-    return RUNNERS[kernel](call)
+def run(kernel: str, call: Call) -> tuple[Tensor, Tensor]:
+    """``fire`` by one kernel: output and last voltages.
+
+    Raises:
+        ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
+    """
+    y, node, lengths, v, residual, scale, shift, _, weights, _, merge, normalize = call
+    if merge and residual is not None:
+        raise ValueError(f"fire got a residual {list(residual.shape)} for merged steps; it is added to ordinary steps only")
+    if forward_ad._current_level >= 0:
+        refuse_tangents("fire", y, v, residual, scale, shift, weights, _plif(node))
+    v, scale = widened("fire", y, "voltages", v), widened("fire", y, "scale", scale)
+    shift, weights = widened("fire", y, "shift", shift), widened("fire", y, "weights", weights)
+    linear = None
+    if merge:
+        linear = merged_steps(node, lengths, normalize, reference.accumulation_dtype(y.dtype), y.device)
+    if v is not call.v or scale is not call.scale or shift is not call.shift or weights is not call.weights:
+        call = call._replace(v=v, scale=scale, shift=shift, weights=weights)
+    return RUNNERS[kernel](call, linear)

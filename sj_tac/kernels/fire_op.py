@@ -1,61 +1,26 @@
-"""``sj_tac::fire`` and its backward as torch operators: fake kernels and autograd here, the CPU kernels from Numba.
+"""``sj_tac::fire`` and its backward as torch operators: schema, fake kernels, autograd; the kernels are in cpu/ and gpu/.
 
 Numba is imported, and compiles, when an operator first runs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.cpu.threads import RUNS, empty, flat, is_channels_last, share, vector
-from sj_tac.kernels.pools import in_tiles, pooled_size
+from sj_tac.kernels.checks import check_fire, check_fire_backward, emitted_shape, refuse_dtype
+from sj_tac.kernels.layout import RUNS, empty, is_channels_last
+from sj_tac.kernels.operands import Operands
+from sj_tac.kernels.pools import in_tiles
 from sj_tac.kernels.reference import accumulation_dtype
 from sj_tac.kernels.spread import gather, spread
 
-
-def _outputs(
-    y: Tensor, lengths: Sequence[int], pool: int, window: Sequence[int], weights: Tensor | None, group: int
-) -> tuple[Tensor, Tensor, bool]:
-    """Memory for the output and the voltages, and whether it is channels_last, as y's is."""
-    last = is_channels_last(y) and (y.device.type == "cuda" or in_tiles(y, pool, window))
-    rows = -(-sum(lengths) // group) if weights is not None else sum(lengths)
-    height, width = pooled_size(y.shape[3], y.shape[4], pool, window)
-    out = empty(y, [rows, y.shape[1], y.shape[2], height, width], last)
-    return out, empty(y, list(y.shape[1:]), last, accumulation_dtype(y.dtype)), last
-
-
-def _constants(
-    y: Tensor, q: Tensor | None, tau: float, rest: float, threshold: float, hard: bool
-) -> tuple[np.floating[Any], ...]:
-    """tau or sigmoid(w), rest, threshold, limits of the voltage behind the reset, 1 and 0, in y's dtype."""
-    kind = np.float64 if y.dtype == torch.float64 else np.float32
-    low, high = (rest, rest) if hard else (-math.inf, math.inf)
-    return tuple(kind(v) for v in (float(q) if q is not None else tau, rest, threshold, low, high, 1.0, 0.0))
-
-
-def _linear(y: Tensor, linear: Tensor | None, decay: float, gain: float) -> np.ndarray:
-    """beta and gamma on each drive, [G, 2]."""
-    if linear is not None:
-        return vector(linear, y)
-    return _same_on_all(y.shape[0], decay, gain, y.dtype)
-
-
-@lru_cache(maxsize=256)
-def _same_on_all(drives: int, decay: float, gain: float, dtype: torch.dtype) -> np.ndarray:
-    kind = np.float64 if dtype == torch.float64 else np.float32
-    return np.full((drives, 2), (decay, gain), kind)
-
-
-@lru_cache(maxsize=256)
-def _steps_of(lengths: tuple[int, ...]) -> np.ndarray:
-    return np.array(lengths)
+# Dtypes of drives on each device.
+ON_CPU = (torch.float32, torch.float64)
+ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def fire_now(
@@ -92,57 +57,39 @@ def fire_now(
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
         lengths: steps on each drive; mode: as ``host.charge_mode``; pool: NO_POOL, MAX_POOL or AVG_POOL.
 
+    Raises:
+        ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
+
     Returns:
         Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False.
     """
-    if residual is not None and not in_tiles(y, pool, window):
-        y, scale, shift, linear, lengths, residual = (*spread(y, residual, scale, shift, linear, lengths), None)
-    out, v, last = _outputs(y, lengths, pool, window, weights, group)
-    constants, steps = _constants(y, q, tau, rest, threshold, hard), _steps_of(tuple(lengths))
-    shared = (steps, _linear(y, linear, decay, gain), constants, mode)
-    work = y.numel() // y.shape[0] * sum(lengths)
-    affine, ws = (vector(scale, y), vector(shift, y)), vector(weights, y)
-    if in_tiles(y, pool, window):
-        from sj_tac.kernels.cpu import forward as numba_forward
-        from sj_tac.kernels.cpu import tiles as numba_tiles
+    from sj_tac.kernels.cpu import fire as kernels
 
-        share(
-            numba_forward, "forward", out.numel() // out.shape[0], work, flat(y, last, y), flat(residual, last, y), *affine,
-            flat(v0, last, y), *shared, numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last,
-            (y.shape[4], y.shape[2], y.shape[3] * y.shape[4]), ws, group, flat(out, last, y), flat(v, last, y),
-        )  # fmt: skip
-    else:
-        from sj_tac.kernels.cpu import planes as numba_planes
-
-        planes = y.shape[1] * y.shape[2]
-        share(
-            numba_planes, "forward", planes, work, _planes(y, planes), *affine, _planes(v0, planes, y), *shared,
-            constants[0].dtype.type(window[0] * window[1]), pool, tuple(window), (y.shape[4], out.shape[4]), ws, group,
-            _planes(out, planes), _planes(v, planes),
-        )  # fmt: skip
+    o = Operands(
+        y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
+        surrogate, alpha, pool, window, group,
+    )  # fmt: skip
+    refuse_dtype("fire", y, ON_CPU)
+    check_fire(o)
+    out = kernels.forward(o)
     RUNS["fire", "numba"] += 1
-    return out, v
+    return out
 
 
 fire = torch.library.custom_op("sj_tac::fire", fire_now, mutates_args=(), device_types="cpu")
 
 
-def _planes(x: Tensor | None, planes: int, like: Tensor | None = None) -> np.ndarray:
-    """[..., N, C, H, W] as an array [..., N*C, H*W]."""
-    if x is None:
-        assert like is not None
-        return np.empty((0, 0), vector(None, like).dtype)
-    array: np.ndarray = x.detach().contiguous().view(*x.shape[:-4], planes, -1).numpy()
-    return array
+def _is_last(o: Operands) -> bool:
+    """Whether what the kernels put out is channels_last, as y is."""
+    return is_channels_last(o.y) and (o.y.device.type == "cuda" or in_tiles(o.y, o.pool, o.window))
 
 
 @fire.register_fake
-def _(
-    y: Tensor, residual: Any, scale: Any, shift: Any, v0: Any, linear: Any, q: Any, weights: Any, lengths: Any, mode: Any,
-    tau: Any, decay: Any, gain: Any, rest: Any, threshold: Any, hard: Any, detach: Any, surrogate: Any, alpha: Any,
-    pool: int, window: Any, group: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _outputs(y, lengths, pool, window, weights, group)[:2]
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    o = Operands(*arguments)
+    check_fire(o)
+    last, wide = _is_last(o), accumulation_dtype(o.y.dtype)
+    return empty(o.y, list(emitted_shape(o)), last), empty(o.y, list(o.y.shape[1:]), last, wide)
 
 
 @torch.library.custom_op("sj_tac::fire_backward", mutates_args=(), device_types="cpu")
@@ -173,99 +120,59 @@ def fire_backward(
     need_linear: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
-    from sj_tac.kernels.cpu import surrogate as numba_surrogate
+    from sj_tac.kernels.cpu import fire as kernels
 
-    tiled = in_tiles(y, pool, window)
-    last = tiled and is_channels_last(y)
-    gy = empty(y, list(y.shape), last)
-    gv0 = y.new_empty(0) if v0 is None else empty(y, list(y.shape[1:]), last)
-    constants, steps = _constants(y, q, tau, rest, threshold, hard), _steps_of(tuple(lengths))
-    kind = type(constants[0])
-    # keep, rest_gain, h_gain: how the voltage behind the reset depends on h and, with the reset in the graph, on the spike.
-    resets = (0.0, 0.0 if detach else rest, 0.0 if detach else -1.0) if hard else (1.0, 0.0 if detach else -threshold, 0.0)
-    derivative = (
-        tuple(kind(r) for r in resets), surrogate, numba_surrogate.constants(alpha, kind)
+    o = Operands(
+        y, None, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
+        surrogate, alpha, pool, window, group,
     )  # fmt: skip
-    shared = (steps, _linear(y, linear, decay, gain), constants, mode, *derivative)
-    work = 3 * y.numel() // y.shape[0] * sum(lengths)
-    affine, ws = (vector(scale, y), vector(shift, y)), vector(weights, y)
-    n, c, height, width = y.shape[1:]
-    slots = go.numel() // go.shape[0]
-    rows = 2 if pool else 1
-    # A chunk is whole planes, or whole rows (of windows) of a sample: sums are taken chunk by chunk.
-    block = width // rows * c if last else width * height // rows**2
-    chunk = block * max(1, 256 // block)
-    chunks = -(-slots // chunk) if tiled else n * c
-    sums = y.new_zeros(2, chunks * c if last else n * c)
-    g_linear, g_weights = y.new_zeros(chunks, len(lengths), 2), y.new_zeros(chunks, sum(lengths) if ws.size else 0)
-    partial = (sums[0].numpy(), sums[1].numpy(), g_linear.numpy(), g_weights.numpy(), need_linear)
-    if tiled:
-        from sj_tac.kernels.cpu import backward as numba_backward
-        from sj_tac.kernels.cpu import tiles as numba_tiles
-
-        share(
-            numba_backward, "backward", chunks, work, flat(go, last, y), flat(gv, last, y), flat(y, last, y), *affine,
-            flat(v0, last, y), *shared, numba_tiles.WINDOWS if pool else numba_tiles.NEURONS, last,
-            (width, c, height * width), chunk, ws, group, flat(gy, last, y), vector(None, y) if v0 is None else
-            flat(gv0, last, y), *partial,
-        )  # fmt: skip
-    else:
-        from sj_tac.kernels.cpu import planes as numba_planes
-
-        share(
-            numba_planes, "backward", chunks, work, _planes(go, chunks), _planes(gv, chunks), _planes(y, chunks), *affine,
-            _planes(v0, chunks, y), *shared, kind(window[0] * window[1]), pool, tuple(window), (width, go.shape[4]), ws,
-            group, _planes(gy, chunks), _planes(None if v0 is None else gv0, chunks, y), *partial,
-        )  # fmt: skip
+    refuse_dtype("fire_backward", y, ON_CPU)
+    check_fire_backward(go, gv, o)
+    gy, g_scale, g_shift, gv0, g_linear, g_weights = kernels.backward(go, gv, o, need_linear)
     RUNS["fire", "numba"] += 1
-    by_channel = sums.view(2, -1, c).sum(1)
-    none = y.new_empty(0)
-    return (
-        gy,
-        none if scale is None else by_channel[0].clone(),
-        none.clone() if shift is None else by_channel[1].clone(),
-        gv0,
-        none.clone() if linear is None else g_linear.sum(0),
-        g_weights.sum(0),
-    )
+    return gy, g_scale, g_shift, gv0, g_linear, g_weights
 
 
 @fire_backward.register_fake
-def _(
-    go: Tensor, gv: Tensor, y: Tensor, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None, linear: Tensor | None,
-    q: Any, weights: Tensor | None, *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    def like(x: Tensor | None) -> Tensor:
-        return y.new_empty(0 if x is None else x.shape, dtype=accumulation_dtype(y.dtype))
+def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    o = Operands(y, None, *arguments[:-1])
+    check_fire_backward(go, gv, o)
+    wide, last = accumulation_dtype(y.dtype), _is_last(o)
 
-    last = is_channels_last(y) and (y.device.type == "cuda" or in_tiles(y, rest[11], rest[12]))
-    gv0 = like(None) if v0 is None else empty(y, list(y.shape[1:]), last, accumulation_dtype(y.dtype))
-    return empty(y, list(y.shape), last), like(scale), like(shift), gv0, like(linear), like(weights)
+    def like(x: Tensor | None) -> Tensor:
+        return y.new_empty(0 if x is None else x.shape, dtype=wide)
+
+    gv0 = like(None) if o.v0 is None else empty(y, list(y.shape[1:]), last, wide)
+    return empty(y, list(y.shape), last), like(o.scale), like(o.shift), gv0, like(o.linear), like(o.weights)
 
 
 def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """``fire`` by the CUDA programs; ``launch`` as cuda_fire.Launch."""
+    """``fire`` by the CUDA programs; ``launch`` as gpu.fire.Launch."""
     from sj_tac.kernels.gpu import fire as cuda_fire
 
-    return cuda_fire.Fire(*arguments).forward(launch)
+    o = Operands(*arguments)
+    refuse_dtype("fire", o.y, ON_CUDA)
+    check_fire(o)
+    return cuda_fire.Fire(o).forward(launch)
 
 
 def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """``fire_backward`` by the CUDA programs."""
     from sj_tac.kernels.gpu import fire as cuda_fire
 
-    scale, shift, linear = arguments[0], arguments[1], arguments[3]
-    found = cuda_fire.Fire(y, None, *arguments[:-1]).backward(launch, go, gv, arguments[-1])
-    gy, g_scale, g_shift, gv0, g_linear, g_weights = found
+    o = Operands(y, None, *arguments[:-1])
+    refuse_dtype("fire_backward", y, ON_CUDA)
+    check_fire_backward(go, gv, o)
+    gy, g_scale, g_shift, gv0, g_linear, g_weights = cuda_fire.Fire(o).backward(launch, go, gv, arguments[-1])
 
     def or_none(gradient: Tensor | None, wanted: bool = True) -> Tensor:
         # A tensor of its own in every place, as an operator must return.
         return gradient.clone() if gradient is not None and wanted else y.new_empty(0, dtype=torch.float32)
 
-    if g_linear is None and linear is not None:
-        g_linear = torch.zeros_like(linear, memory_format=torch.contiguous_format)
+    if g_linear is None and o.linear is not None:
+        g_linear = torch.zeros_like(o.linear, memory_format=torch.contiguous_format)
     return (
-        gy, or_none(g_scale, scale is not None), or_none(g_shift, shift is not None), gv0 if gv0 is not None else
+        gy, or_none(g_scale, o.scale is not None), or_none(g_shift, o.shift is not None), gv0 if gv0 is not None else
         or_none(None), or_none(g_linear), or_none(g_weights),
     )  # fmt: skip
 
@@ -297,7 +204,7 @@ def _backward(ctx: Any, go: Tensor, gv: Tensor) -> tuple[Any, ...]:
     lengths, *options = ctx.options
     inputs = (y, scale, shift, v0, linear, q, weights, lengths)
     if residual is not None:
-        drives, _, _, steps_linear, ones = spread(y, residual, scale, shift, linear, lengths)
+        drives, _, _, steps_linear, ones = spread(Operands(*ctx.saved_tensors, *ctx.options))
         inputs, go = (drives, None, None, v0, steps_linear, q, weights, ones), go.to(drives.dtype)
     found = fire_backward(go, gv, *inputs, *options, ctx.needs_input_grad[5])
     gy, g_scale, g_shift, gv0, g_linear, g_weights = (
@@ -312,3 +219,13 @@ def _backward(ctx: Any, go: Tensor, gv: Tensor) -> tuple[Any, ...]:
 
 
 fire.register_autograd(_backward, setup_context=_setup)
+
+
+def _no_second(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    raise NotImplementedError(
+        "fire: the compiled kernels have no gradient of a gradient (create_graph=True), and surrogate gradients of spikes "
+        "have no second order that means anything; take gradients of first order"
+    )
+
+
+fire_backward.register_autograd(_no_second)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 # What the operator's argument ``pool`` says.
 NO_POOL, MAX_POOL, AVG_POOL = range(3)
+
+
+def number(pool: nn.Module | None) -> int:
+    """A pool's number; of a MaxPool2d, an AvgPool2d or None."""
+    if pool is None:
+        return NO_POOL
+    return MAX_POOL if isinstance(pool, nn.MaxPool2d) else AVG_POOL
 
 
 def pooled_size(height: int, width: int, pool: int, window: Sequence[int]) -> tuple[int, int]:

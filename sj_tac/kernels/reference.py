@@ -22,11 +22,25 @@ def _held(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
+def _is_watched() -> bool:
+    """Whether a tensor that is made now is fake, a wrapper or part of a trace, and must not outlive what made it so."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def constant(numbers: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor of numbers, made once: on a GPU a copy from the host waits, and cannot go into a CUDA graph."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _is_watched():
         return torch.tensor(list(numbers), dtype=dtype, device=device)
     return _held(tuple(float(n) for n in numbers), dtype, device)
+
+
+def as_number(size: int | Tensor) -> int:
+    """A size of a tensor as a number: while torch.jit traces, it is a tensor itself."""
+    return int(size) if isinstance(size, Tensor) else size
 
 
 def weighted_sum(frames: Tensor, weights: Sequence[float | Tensor]) -> Tensor:
@@ -51,10 +65,11 @@ def aggregate(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[
     Returns:
         [G, ...] of the dtype of ``frames``.
     """
-    whole = frames.shape[0] - len(tail)
+    whole = as_number(frames.shape[0]) - len(tail)
     sums = []
     if whole:
-        sums.append(weighted_sum(frames[:whole].reshape(-1, len(weights), *frames.shape[1:]), weights))
+        grouped = frames[:whole].reshape(whole // len(weights), len(weights), *frames.shape[1:])
+        sums.append(weighted_sum(grouped, weights))
     if len(tail):
         sums.append(weighted_sum(frames[whole:].unsqueeze(0), tail))
     return sums[0] if len(sums) == 1 else torch.cat(sums)
@@ -67,6 +82,9 @@ def repeat(frames: Tensor, lengths: Sequence[int]) -> Tensor:
     ragged = lengths[-1] != lengths[0]
     whole = frames[:-1] if ragged else frames
     parts = [whole.unsqueeze(1).expand(-1, lengths[0], *whole.shape[1:]).flatten(0, 1)]
+    if len(lengths) == 1:
+        # One frame repeated is a view of it, which nobody could write into.
+        return parts[0].clone()
     if ragged:
         parts.append(frames[-1:].expand(lengths[-1], *frames.shape[1:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -82,6 +100,14 @@ def mean(frames: Tensor, lengths: Sequence[int]) -> Tensor:
     uniform = [1.0 / lengths[0]] * lengths[0]
     ragged = lengths[-1] != lengths[0]
     return aggregate(frames, uniform, [1.0 / lengths[-1]] * lengths[-1] if ragged else ())
+
+
+def mean_of_alike(frames: Tensor, lengths: Sequence[int]) -> Tensor:
+    """``mean`` of groups whose frames should all be alike: to the last bit the frame itself where they are."""
+    if all(length == 1 for length in lengths):
+        return frames
+    firsts = first(frames, lengths)
+    return firsts + mean(frames - repeat(firsts, lengths), lengths)
 
 
 def first(frames: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.reference import accumulation_dtype, repeat
 
 
-def spread(
-    y: Tensor, residual: Tensor, scale: Tensor | None, shift: Tensor | None, linear: Tensor | None, lengths: Sequence[int]
-) -> tuple[Tensor, None, None, Tensor | None, list[int]]:
+def spread(o: Operands) -> tuple[Tensor, None, None, Tensor | None, list[int]]:
     """y [T, N, C, H, W] in the accumulation dtype, no scale, no shift, linear [T, 2] or None, and lengths, all 1."""
-    wide = accumulation_dtype(y.dtype)
-    drives = y.to(wide)
-    if scale is not None and shift is not None:
-        drives = drives * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
-    drives = repeat(drives, lengths) + residual.to(wide)
+    assert o.residual is not None
+    wide = accumulation_dtype(o.y.dtype)
+    drives, linear = o.y.to(wide), o.linear
+    if o.scale is not None and o.shift is not None:
+        drives = drives * o.scale.view(-1, 1, 1) + o.shift.view(-1, 1, 1)
+    drives = repeat(drives, o.lengths) + o.residual.to(wide)
     if linear is not None:
-        linear = linear.repeat_interleave(torch.tensor(lengths, device=linear.device), 0)
-    return drives, None, None, linear, [1] * sum(lengths)
+        linear = linear.repeat_interleave(torch.tensor(o.lengths, device=linear.device), 0)
+    return drives, None, None, linear, [1] * sum(o.lengths)
 
 
 def gather(

@@ -69,7 +69,9 @@ def weighted_batch_norm(norm: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
             norm.num_batches_tracked.add_(1)
             rate = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
             count = sum(lengths) * x[0, :, 0].numel()
-            norm.running_mean.lerp_(mean, rate)
-            norm.running_var.lerp_(var * (count / (count - 1)), rate)
+            # Past the version counter, as torch's own BatchNorm does: another call of the same norm in one graph has saved
+            # the statistics, and does not need them.
+            norm.running_mean.data.lerp_(mean, rate)
+            norm.running_var.data.lerp_(var * (count / (count - 1)), rate)
     flat: Tensor = _WeightedBatchNorm.apply(x.flatten(0, 1), norm.weight, norm.bias, mean, var, tuple(lengths), norm.eps)
     return flat.view_as(x)

@@ -13,8 +13,9 @@ from sj_tac.kernels import reference
 
 def group_lengths(total: int, size: int) -> list[int]:
     """``total`` frames in groups of ``size``; the last group holds what is left: (10, 4) -> [4, 4, 2]."""
-    whole, rest = divmod(total, size)
-    return [size] * whole + ([rest] if rest else [])
+    total = reference.as_number(total)
+    # No divmod: torch.compile has none of a size that is dynamic.
+    return [size] * (total // size) + ([total % size] if total % size else [])
 
 
 def temporal_sum(beta: float | Tensor, steps: int) -> float | Tensor:

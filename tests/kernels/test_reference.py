@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from sj_tac import functional
 from sj_tac.kernels import reference
-from sj_tac.runtime.spans import Span, group_lengths
+from sj_tac.kernels.weights import group_lengths
+from sj_tac.runtime.borders import Span
+from sj_tac.runtime.groups import Groups, even
 
 steps = st.integers(1, 40)
 sizes = st.integers(1, 12)
@@ -28,7 +30,10 @@ def test_nested_collapses_are_one_span(total, a, b, c):
     second = [sum(first[i : i + b]) for i in range(0, len(first), b)]
     assert Span(a * b, 1).lengths(total) == second
     inner = group_lengths(len(second), c)
-    assert Span(a * b, c).inner_steps(total) == inner
+    assert even(len(second), c).steps == tuple(inner)
+    nested = Groups((a * b,) * len(second), tuple(second)).merged().joined(c)
+    assert (nested.steps, nested.frames) == (tuple(inner), tuple(Span(a * b, c).lengths(total)))
+    assert nested.stepwise().frames == tuple(second)
     assert len(Span(a * b, c).lengths(total)) == len(inner)
 
 

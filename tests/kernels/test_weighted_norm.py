@@ -70,7 +70,7 @@ def test_a_net_with_a_ragged_tail_learns_as_unfused_with_repeated_frames(policy,
     found = []
     for repeat in (False, True):
         if repeat:
-            monkeypatch.setattr("sj_tac.runtime.swapped._PlacedNorm._is_plain_norm", False)
+            monkeypatch.setattr("sj_tac.runtime.layers.NormModule._is_plain_norm", False)
         fast = sj_tac.convert(net, policy, 4)
         torch.manual_seed(0)
         fast(x).mean(0).square().sum().backward()

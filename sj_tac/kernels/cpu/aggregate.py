@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
-from numba import njit, prange
+from numba import njit
+
+from sj_tac.kernels.cpu.arguments import Array
+from sj_tac.kernels.cpu.compiled import kernel
 
 # Numbers that are summed at a time, and over which a weight's gradient is summed by itself.
 PIECE = 1024
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+class Frames(NamedTuple):
+    """What ``backward`` reads: the gradient [G, M] of the sums, and the frames [T, M] and weights [T] that were summed."""
+
+    go: Array
+    x: Array
+    weights: Array
+
+
+class Gradients(NamedTuple):
+    """What ``backward`` writes: to the frames [T, M], and to the weights [pieces, T]; of size 0 what is not wanted."""
+
+    x: Array
+    weights: Array
+
+
+@kernel
 def forward(begin, end, x, weights, group, out):
     """Pieces ``begin`` to ``end`` of ``out[g] = sum_j weights[g * group + j] x[g * group + j]``; x: [T, M], out: [G, M]."""
     sums = np.empty(PIECE, x.dtype)
@@ -37,9 +57,11 @@ def _dot(a, s, b, t, start, n, zero):
     return result
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def backward(begin, end, go, x, weights, group, gx, g_weights, zero):
-    """Gradients to x, [T, M] or [T, 0] where it is not wanted, and to the weights: [pieces, T], or [0, T]."""
+@kernel
+def backward(begin, end, frames, group, zero, gradients):
+    """Gradients of ``forward`` from pieces ``begin`` to ``end``; zero is of the frames' dtype."""
+    go, x, weights = frames
+    gx, g_weights = gradients
     for piece in range(begin, end):
         start = np.uintp(piece * PIECE)
         n = np.uintp(min(PIECE, go.shape[1] - piece * PIECE))
@@ -50,17 +72,3 @@ def backward(begin, end, go, x, weights, group, gx, g_weights, zero):
                 w = weights[t]
                 for i in range(n):
                     gx[t, start + i] = go[t // group, start + i] * w
-
-
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def forward_parallel(threads, pieces, x, weights, group, out):
-    """``forward`` over all pieces on Numba's threads."""
-    for i in prange(threads):
-        forward(pieces * i // threads, pieces * (i + 1) // threads, x, weights, group, out)
-
-
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def backward_parallel(threads, pieces, go, x, weights, group, gx, g_weights, zero):
-    """``backward`` over all pieces on Numba's threads."""
-    for i in prange(threads):
-        backward(pieces * i // threads, pieces * (i + 1) // threads, go, x, weights, group, gx, g_weights, zero)

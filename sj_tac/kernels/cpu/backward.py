@@ -6,22 +6,37 @@ The charged voltages of a tile, [T, 4 * TILE], are all that is kept of the traje
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
-from sj_tac.kernels.cpu.steps import M0, M1, M2, M3, M4, M5, after, charged, lean
+from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+    lean,
+)
 from sj_tac.kernels.cpu.surrogate import derivative
-from sj_tac.kernels.cpu.tiles import following, geometry, load, locate, store
+from sj_tac.kernels.cpu.tiles import TILE, following, geometry, in_windows, load, locate, store
 
-# As in numba_forward: slots of a tile, and where what lies in the buffer, four corners each.
-TILE = 256
+# Where what lies in the buffer, four corners each.
 SPAN = 4 * TILE
 X, V, CARRY, GX, GS, SG, Y, FIRED, BEGIN = (i * SPAN for i in range(9))
 REGIONS = 9
 
 
 @lean()
-def _recompute(b, n, h, t, mode, tau, rest, threshold, low, high, decay, gain):
+def _recompute(b, n, h, t, mode, neuron, decay, gain):
     """Charged voltages of step ``t`` into h[t], and the reset."""
+    tau, rest, threshold, low, high = neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high
     for i in range(n):
         voltage = charged(b[X + i], b[V + i], mode, tau, rest, decay, gain)
         h[t, i] = voltage
@@ -29,25 +44,33 @@ def _recompute(b, n, h, t, mode, tau, rest, threshold, low, high, decay, gain):
 
 
 @lean()
-def _recompute_any(b, n, h, t, mode, tau, rest, threshold, low, high, decay, gain):
-    if mode == 0:
-        _recompute(b, n, h, t, M0, tau, rest, threshold, low, high, decay, gain)
-    elif mode == 1:
-        _recompute(b, n, h, t, M1, tau, rest, threshold, low, high, decay, gain)
-    elif mode == 2:
-        _recompute(b, n, h, t, M2, tau, rest, threshold, low, high, decay, gain)
-    elif mode == 3:
-        _recompute(b, n, h, t, M3, tau, rest, threshold, low, high, decay, gain)
-    elif mode == 4:
-        _recompute(b, n, h, t, M4, tau, rest, threshold, low, high, decay, gain)
+def _recompute_any(b, n, h, t, neuron, decay, gain):
+    """``_recompute`` of the mode that is wanted."""
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _recompute(b, n, h, t, AS_LIF_DECAY, neuron, decay, gain)
+    elif mode == LIF:
+        _recompute(b, n, h, t, AS_LIF, neuron, decay, gain)
+    elif mode == PLIF_DECAY:
+        _recompute(b, n, h, t, AS_PLIF_DECAY, neuron, decay, gain)
+    elif mode == PLIF:
+        _recompute(b, n, h, t, AS_PLIF, neuron, decay, gain)
+    elif mode == IF:
+        _recompute(b, n, h, t, AS_IF, neuron, decay, gain)
     else:
-        _recompute(b, n, h, t, M5, tau, rest, threshold, low, high, decay, gain)
+        _recompute(b, n, h, t, AS_MERGED, neuron, decay, gain)
 
 
 @lean()
-def _to_spikes(go, start, w, b, n, h, t, slots, threshold, one, zero):
-    """Gradient of the spikes; a window's goes to the first of its largest, as torch's: the very first where none fires."""
-    if len(slots) == 1:
+def _to_spikes(go, start, w, b, n, step, layout, neuron):
+    """Gradient of the spikes; a window's goes to the first of its largest, as torch's: the very first where none fires.
+
+    Args:
+        step: the charged voltages of all steps, and which step.
+    """
+    h, t = step
+    threshold, one, zero = neuron.threshold, neuron.one, neuron.zero
+    if not in_windows(layout):
         for i in range(n):
             b[GS + i] = go[start + np.uintp(i)] * w
             b[FIRED + i] = one if h[t, i] >= threshold else zero
@@ -65,12 +88,14 @@ def _to_spikes(go, start, w, b, n, h, t, slots, threshold, one, zero):
 
 
 @lean()
-def _through_reset(b, n, h, t, threshold, keep, rest_gain, h_gain, one):
+def _through_reset(b, n, h, t, slopes):
     """Gradient to h into CARRY: of its spike, and of the voltage behind the reset, which CARRY brings.
 
     d v / d h is ``keep`` where it fired (0 for a hard reset), else 1; with the reset in the graph, plus d v / d s times the
     surrogate: ``rest_gain + h_gain h``, which is r - h for a hard reset and -v_threshold for a soft one.
     """
+    threshold, one = slopes.threshold, slopes.one
+    keep, rest_gain, h_gain = slopes.keep, slopes.rest_gain, slopes.h_gain
     for i in range(n):
         voltage, slope = h[t, i], b[SG + i]
         kept = (keep if voltage >= threshold else one) + (rest_gain + h_gain * voltage) * slope
@@ -86,8 +111,9 @@ def _share(b, n, beta, gamma):
 
 
 @lean()
-def _before(b, n, h, t, threshold, low, high, rest):
+def _before(b, n, h, t, neuron):
     """v - r behind step ``t``, from its charged voltages, into V."""
+    threshold, low, high, rest = neuron.threshold, neuron.low, neuron.high, neuron.rest
     for i in range(n):
         b[V + i] = after(h[t, i], threshold, low, high) - rest
 
@@ -110,18 +136,24 @@ def _total(a, p, n, zero):
 
 
 @lean()
-def _through_affine(b, begin, end, shape, slots, last, scale, chunk, g_scale, g_shift, zero):
-    """GX becomes the gradient to y; those to scale and shift are summed by plane, or by chunk and channel."""
-    run, runs, _, _, _, _, _ = geometry(shape, slots, last)
-    place, i, plane, channel = locate(begin, run, runs, shape[1])
+def _through_affine(b, begin, end, layout, scale, chunk, sums, zero):
+    """GX becomes the gradient to y; those to scale and shift are summed by plane, or by chunk and channel.
+
+    Args:
+        sums: where the sums for scale and shift grow.
+    """
+    g_scale, g_shift = sums
+    last, channels = layout.last, layout.channels
+    run, runs, _, _, _, _, _ = geometry(layout)
+    place, i, plane, channel = locate(begin, run, runs, channels)
     slot = begin
     while slot < end:
         n = np.uintp(min(run - place, end - slot))
-        for corner in range(4 if len(slots) > 1 else 1):
+        for corner in range(4 if in_windows(layout) else 1):
             at = np.uintp(corner * TILE + slot - begin)
             x, y = np.uintp(GX) + at, np.uintp(Y) + at
             if last:
-                c, row = np.uintp(place), np.uintp(chunk * shape[1] + place)
+                c, row = np.uintp(place), np.uintp(chunk * channels + place)
                 for j in range(n):
                     g_shift[row + j] += b[x + j]
                     g_scale[row + j] += b[x + j] * b[y + j]
@@ -133,35 +165,29 @@ def _through_affine(b, begin, end, shape, slots, last, scale, chunk, g_scale, g_
                 for j in range(n):
                     b[x + j] *= factor
         slot, place = slot + min(run - place, end - slot), 0
-        i, plane, channel = following(i, runs, plane, channel, shape[1])
+        i, plane, channel = following(i, runs, plane, channel, channels)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def backward(
-    begin, end, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, slots, last, shape,
-    chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
-):  # fmt: skip
-    """Gradients of ``numba_forward.forward``.
+@kernel
+def backward(begin, end, arriving, slopes, layout, gradients):
+    """Gradients of ``forward``.
 
     Args:
-        begin, end: chunks of ``chunk_slots`` slots. Every sum is taken chunk by chunk, so that it does not depend on how
+        begin, end: chunks of ``gradients.chunk`` slots. Every sum is taken chunk by chunk, so that it does not depend on how
             many threads share them.
-        go, gv: gradients of out and v_out; gy, gv0: gradients to y and v0 (empty: not wanted).
-        resets: keep, rest_gain and h_gain of ``_through_reset``; kind, numbers: the surrogate.
-        g_scale, g_shift: [planes], or [chunks * C] in channels_last, zeros; g_linear: [chunks, G, 2];
-            g_weights: [chunks, T].
-        need_linear: g_linear is wanted (a PLIF).
+        arriving, slopes, gradients: Arriving, Slopes and Gradients; layout: Neurons or Windows (see arguments.py).
     """
-    tau, rest, threshold, low, high, one, zero = constants
-    keep, rest_gain, h_gain = resets
+    go, gv, y, scale, shift, v0, lengths, linear, weights, group = arriving
+    gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear, chunk_slots = gradients
+    rest, one, zero = slopes.rest, slopes.one, slopes.zero
     size = gy.size // lengths.size
-    emitted = size if len(slots) == 1 else size // 4
-    corners = 1 if len(slots) == 1 else 4
+    emitted = size // 4 if in_windows(layout) else size
+    corners = 4 if in_windows(layout) else 1
     capacity = TILE * 4 // corners
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
-    none = scale[:0]
+    affine, none, sums = (scale, shift), (scale[:0], shift[:0]), (g_scale, g_shift)
     b, h = np.zeros(REGIONS * SPAN, y.dtype), np.zeros((steps, SPAN), y.dtype)
     for chunk in range(begin, end):
         limit = min((chunk + 1) * chunk_slots, emitted)
@@ -177,15 +203,15 @@ def backward(
             for which in range(2):
                 if which or v0.size:
                     source, region = (gv, CARRY) if which else (v0, V)
-                    load(source, 0, tile, stop, b, region, TILE, none, none, shape, slots, last)
+                    load(source, 0, tile, stop, b, region, none, layout)
             if need_linear:
                 for i in range(SPAN):
                     b[BEGIN + i] = b[V + i] - rest
             t = 0
             for g in range(lengths.size):
-                load(y, g * size, tile, stop, b, X, TILE, scale, shift, shape, slots, last)
+                load(y, g * size, tile, stop, b, X, affine, layout)
                 for _ in range(lengths[g]):
-                    _recompute_any(b, full, h, t, mode, tau, rest, threshold, low, high, linear[g, 0], linear[g, 1])
+                    _recompute_any(b, full, h, t, slopes, linear[g, 0], linear[g, 1])
                     t += 1
             for g in range(lengths.size - 1, -1, -1):
                 beta, gamma = linear[g, 0], linear[g, 1]
@@ -193,20 +219,20 @@ def backward(
                 b[GX : GX + SPAN] = zero
                 for which in range(2):
                     if (scale.size > 0) if which else need_linear:
-                        region, factor, offset = (Y, none, none) if which else (X, scale, shift)
-                        load(y, g * size, tile, stop, b, region, TILE, factor, offset, shape, slots, last)
+                        region, through = (Y, none) if which else (X, affine)
+                        load(y, g * size, tile, stop, b, region, through, layout)
                 for _ in range(lengths[g]):
                     t -= 1
                     w = weights[t] if weights.size else one
                     start = np.uintp(t // group * emitted + tile)
-                    _to_spikes(go, start, w, b, n, h, t, slots, threshold, one, zero)
+                    _to_spikes(go, start, w, b, n, (h, t), layout, slopes)
                     if weights.size:
                         g_weights[chunk, t] += _dot(go, start, b, np.uintp(FIRED), np.uintp(n), zero)
-                    derivative(h, t, threshold, b, np.uintp(SG), np.uintp(full), kind, numbers)
-                    _through_reset(b, full, h, t, threshold, keep, rest_gain, h_gain, one)
+                    derivative(h, t, b, np.uintp(SG), np.uintp(full), slopes)
+                    _through_reset(b, full, h, t, slopes)
                     if need_linear:
                         if t:
-                            _before(b, full, h, t - 1, threshold, low, high, rest)
+                            _before(b, full, h, t - 1, slopes)
                         else:
                             for i in range(SPAN):
                                 b[V + i] = b[BEGIN + i]
@@ -218,21 +244,7 @@ def backward(
                 g_linear[chunk, g, 0] += beta_sum
                 g_linear[chunk, g, 1] += gamma_sum
                 if scale.size:
-                    _through_affine(b, tile, stop, shape, slots, last, scale, chunk, g_scale, g_shift, zero)
-                store(b, GX, TILE, gy, g * size, tile, stop, shape, slots, last)
+                    _through_affine(b, tile, stop, layout, scale, chunk, sums, zero)
+                store(b, GX, gy, g * size, tile, stop, layout)
             if gv0.size:
-                store(b, CARRY, TILE, gv0, 0, tile, stop, shape, slots, last)
-
-
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def backward_parallel(
-    threads, chunks, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, slots, last,
-    shape, chunk_slots, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
-):  # fmt: skip
-    """``backward`` over all chunks on Numba's threads."""
-    for i in prange(threads):
-        backward(
-            chunks * i // threads, chunks * (i + 1) // threads, go, gv, y, scale, shift, v0, lengths, linear, constants,
-            mode, resets, kind, numbers, slots, last, shape, chunk_slots, weights, group, gy, gv0, g_scale, g_shift,
-            g_linear, g_weights, need_linear,
-        )  # fmt: skip
+                store(b, CARRY, gv0, 0, tile, stop, layout)

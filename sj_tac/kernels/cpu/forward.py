@@ -7,21 +7,38 @@ fire, reset, pool and weighted sum. What is written to memory is the output alon
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
-from sj_tac.kernels.cpu.steps import M0, M1, M2, M3, M4, M5, after, charged, lean
-from sj_tac.kernels.cpu.tiles import copy, load, store
+from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+    lean,
+)
+from sj_tac.kernels.cpu.tiles import TILE, copy, in_windows, load, store
 
-# Slots of a tile, and where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group
-# lie in the buffer. Constants, so that the compiler knows that they do not overlap.
-TILE = 256
+# Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
+# Constants, so that the compiler knows that they do not overlap.
 V, SUM, DRIVE = 4 * TILE, 8 * TILE, 12 * TILE
 
 
 @lean()
-def _step(b, n, mode, slots, tau, rest, threshold, low, high, decay, gain, w, zero):
+def _step(b, n, mode, layout, neuron, decay, gain, w):
     """One step of ``n`` slots, whose sums grow by ``w`` where a neuron fires: a MaxPool of spikes is whether any does."""
-    if len(slots) == 1:
+    tau, rest, threshold, low, high, zero = (
+        neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high, neuron.zero
+    )  # fmt: skip
+    if not in_windows(layout):
         for i in range(n):
             h = charged(b[i], b[V + i], mode, tau, rest, decay, gain)
             b[V + i] = after(h, threshold, low, high)
@@ -41,44 +58,39 @@ def _step(b, n, mode, slots, tau, rest, threshold, low, high, decay, gain, w, ze
 
 
 @lean()
-def _steps(b, n, mode, slots, tau, rest, threshold, low, high, decay, gain, w, zero):
+def _steps(b, n, layout, neuron, decay, gain, w):
     """``_step`` of the mode that is wanted."""
-    if mode == 0:
-        _step(b, n, M0, slots, tau, rest, threshold, low, high, decay, gain, w, zero)
-    elif mode == 1:
-        _step(b, n, M1, slots, tau, rest, threshold, low, high, decay, gain, w, zero)
-    elif mode == 2:
-        _step(b, n, M2, slots, tau, rest, threshold, low, high, decay, gain, w, zero)
-    elif mode == 3:
-        _step(b, n, M3, slots, tau, rest, threshold, low, high, decay, gain, w, zero)
-    elif mode == 4:
-        _step(b, n, M4, slots, tau, rest, threshold, low, high, decay, gain, w, zero)
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _step(b, n, AS_LIF_DECAY, layout, neuron, decay, gain, w)
+    elif mode == LIF:
+        _step(b, n, AS_LIF, layout, neuron, decay, gain, w)
+    elif mode == PLIF_DECAY:
+        _step(b, n, AS_PLIF_DECAY, layout, neuron, decay, gain, w)
+    elif mode == PLIF:
+        _step(b, n, AS_PLIF, layout, neuron, decay, gain, w)
+    elif mode == IF:
+        _step(b, n, AS_IF, layout, neuron, decay, gain, w)
     else:
-        _step(b, n, M5, slots, tau, rest, threshold, low, high, decay, gain, w, zero)
+        _step(b, n, AS_MERGED, layout, neuron, decay, gain, w)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def forward(
-    begin, end, y, residual, scale, shift, v0, lengths, linear, constants, mode, slots, last, shape, weights, group, out,
-    v_out,
-):  # fmt: skip
+@kernel
+def forward(begin, end, inputs, neuron, layout, outputs):
     """All steps of the slots ``begin`` to ``end``, as frames or as weighted sums of ``group`` steps.
 
     Args:
         begin, end: slots; threads share them (see threads.py), since each is computed alone.
-        y: [G, M] drives, a frame of N*C*H*W in its own layout; residual: [T, M], or empty for none; scale, shift: [C], or
-            empty for none.
-        v0: [M], or empty for voltages at rest; v_out: [M].
-        lengths: [G] steps on each drive; linear: [G, 2] beta and gamma of ``h = r + beta (v - r) + gamma x``.
-        constants: tau (or sigmoid(w)), rest, threshold, 1, 0, all of y's dtype.
-        slots, last, shape: see numba_tiles.
-        weights: [T], or empty for frames; out: [T or ceil(T / group), slots].
+        inputs, neuron, outputs: Inputs, Neuron and Outputs; layout: Neurons or Windows (see arguments.py).
     """
-    tau, rest, threshold, low, high, one, zero = constants
+    y, residual, scale, shift, v0, lengths, linear, weights, group = inputs
+    out, v_out = outputs
+    rest, one, zero = neuron.rest, neuron.one, neuron.zero
     b = np.empty(4 * 4 * TILE, y.dtype)
-    capacity = TILE if len(slots) > 1 else 4 * TILE
+    capacity = TILE if in_windows(layout) else 4 * TILE
     size = v_out.size
-    emitted = size if len(slots) == 1 else size // 4
+    emitted = size // 4 if in_windows(layout) else size
+    affine, none = (scale, shift), (scale[:0], shift[:0])
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
@@ -86,36 +98,23 @@ def forward(
         stop = min(start + capacity, end)
         n = stop - start
         if v0.size:
-            load(v0, 0, start, stop, b, V, TILE, None, None, shape, slots, last)
+            load(v0, 0, start, stop, b, V, none, layout)
         else:
             b[V : 2 * V] = rest
         t = 0
         for g in range(lengths.size):
-            load(y, g * size, start, stop, b, DRIVE if residual.size else 0, TILE, scale, shift, shape, slots, last)
+            load(y, g * size, start, stop, b, DRIVE if residual.size else 0, affine, layout)
             for _ in range(lengths[g]):
                 if residual.size:
-                    load(residual, t * size, start, stop, b, 0, TILE, None, None, shape, slots, last)
+                    load(residual, t * size, start, stop, b, 0, none, layout)
                     for i in range(4 * TILE):
                         b[i] += b[DRIVE + i]
                 if t % group == 0:
                     for i in range(n):
                         b[SUM + i] = zero
                 w = weights[t] if weights.size else one
-                _steps(b, n, mode, slots, tau, rest, threshold, low, high, linear[g, 0], linear[g, 1], w, zero)
+                _steps(b, n, layout, neuron, linear[g, 0], linear[g, 1], w)
                 t += 1
                 if t % group == 0 or t == steps:
                     copy(b, np.uintp(SUM), out, np.uintp((t - 1) // group * emitted + start), np.uintp(n))
-        store(b, V, TILE, v_out, 0, start, stop, shape, slots, last)
-
-
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def forward_parallel(
-    threads, units, y, residual, scale, shift, v0, lengths, linear, constants, mode, slots, last, shape, weights, group, out,
-    v_out,
-):  # fmt: skip
-    """``forward`` over all slots on Numba's threads."""
-    for i in prange(threads):
-        forward(
-            units * i // threads, units * (i + 1) // threads, y, residual, scale, shift, v0, lengths, linear, constants,
-            mode, slots, last, shape, weights, group, out, v_out,
-        )  # fmt: skip
+        store(b, V, v_out, 0, start, stop, layout)

@@ -6,39 +6,57 @@ Contiguous layout only. It is slower than the tiles: a step is several passes ov
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
-from sj_tac.kernels.cpu.steps import M0, M1, M2, M3, M4, M5, after, charged
+from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+)
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL
 
 
 @njit(error_model="numpy")
-def _charge(x, v, h, mode, tau, rest, decay, gain):
+def _charge(x, v, h, mode, neuron, decay, gain):
+    tau, rest = neuron.tau, neuron.rest
     for i in range(v.size):
         h[i] = charged(x[i], v[i], mode, tau, rest, decay, gain)
 
 
 @njit(cache=True, error_model="numpy")
-def charge(x, v, h, mode, tau, rest, decay, gain):
+def charge(x, v, h, neuron, decay, gain):
     """Charged voltages of a plane."""
-    if mode == 0:
-        _charge(x, v, h, M0, tau, rest, decay, gain)
-    elif mode == 1:
-        _charge(x, v, h, M1, tau, rest, decay, gain)
-    elif mode == 2:
-        _charge(x, v, h, M2, tau, rest, decay, gain)
-    elif mode == 3:
-        _charge(x, v, h, M3, tau, rest, decay, gain)
-    elif mode == 4:
-        _charge(x, v, h, M4, tau, rest, decay, gain)
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _charge(x, v, h, AS_LIF_DECAY, neuron, decay, gain)
+    elif mode == LIF:
+        _charge(x, v, h, AS_LIF, neuron, decay, gain)
+    elif mode == PLIF_DECAY:
+        _charge(x, v, h, AS_PLIF_DECAY, neuron, decay, gain)
+    elif mode == PLIF:
+        _charge(x, v, h, AS_PLIF, neuron, decay, gain)
+    elif mode == IF:
+        _charge(x, v, h, AS_IF, neuron, decay, gain)
     else:
-        _charge(x, v, h, M5, tau, rest, decay, gain)
+        _charge(x, v, h, AS_MERGED, neuron, decay, gain)
 
 
 @njit(cache=True, error_model="numpy")
-def reset(h, v, s, threshold, low, high, one, zero):
+def reset(h, v, s, neuron):
     """Voltages behind the reset, and spikes."""
+    threshold, low, high, one, zero = neuron.threshold, neuron.low, neuron.high, neuron.one, neuron.zero
     for i in range(h.size):
         v[i] = after(h[i], threshold, low, high)
         s[i] = one if h[i] >= threshold else zero
@@ -56,9 +74,9 @@ def drive(y, x, scale, shift, plane):
 
 
 @njit(cache=True, error_model="numpy")
-def pool_plane(s, out, kind, width, window, out_width, area):
-    """Max or mean over the windows of one plane; ``window`` is (kh, kw, sh, sw, ph, pw)."""
-    kh, kw, sh, sw, ph, pw = window
+def pool_plane(s, out, pool):
+    """Max or mean over the windows of one plane."""
+    kind, kh, kw, sh, sw, ph, pw, area, width, out_width = pool
     height = s.size // width
     for o in range(out.size // out_width):
         for q in range(out_width):
@@ -71,9 +89,9 @@ def pool_plane(s, out, kind, width, window, out_width, area):
 
 
 @njit(cache=True, error_model="numpy")
-def unpool_plane(g, s, gs, kind, width, window, out_width, area):
+def unpool_plane(g, s, gs, pool):
     """Gradient of ``pool_plane``: to the first largest of each window, as torch's, or to all of it alike."""
-    kh, kw, sh, sw, ph, pw = window
+    kind, kh, kw, sh, sw, ph, pw, area, width, out_width = pool
     height = s.size // width
     gs[:] = 0
     for o in range(g.size // out_width):
@@ -91,19 +109,16 @@ def unpool_plane(g, s, gs, kind, width, window, out_width, area):
                 gs[first] += grad
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def forward(
-    begin, end, y, scale, shift, v0, lengths, linear, constants, mode, area, pool, window, sizes, weights, group, out, v_out
-):
+@kernel
+def forward(begin, end, inputs, neuron, pool, outputs):
     """Steps of the planes ``begin`` to ``end``, pooled, as frames or as weighted sums of ``group`` steps.
 
     Args:
-        y: [G, P, H*W] drives of P = N*C planes; v0: [P, H*W], or empty; the rest as in numba_forward, but for
-        pool, window, area: MAX_POOL or AVG_POOL, (kh, kw, sh, sw, ph, pw) and what a mean divides by.
-        sizes: width of a plane, width of a pooled plane; out: [T or ceil(T / group), P, pooled H*W]; v_out: [P, H*W].
+        inputs, neuron, pool, outputs: Inputs, Neuron, Pool and Outputs (see arguments.py).
     """
-    tau, rest, threshold, low, high, one, zero = constants
-    width, out_width = sizes
+    y, _, scale, shift, v0, lengths, linear, weights, group = inputs
+    out, v_out = outputs
+    rest, one, zero = neuron.rest, neuron.one, neuron.zero
     size = v_out.shape[1]
     x, h, s, pooled = np.empty(size, y.dtype), np.empty(size, y.dtype), np.empty(size, y.dtype), np.empty_like(out[0, 0])
     for p in range(begin, end):
@@ -116,9 +131,9 @@ def forward(
         for g in range(lengths.size):
             drive(y[g, p], x, scale, shift, p)
             for _ in range(lengths[g]):
-                charge(x, v, h, mode, tau, rest, linear[g, 0], linear[g, 1])
-                reset(h, v, s, threshold, low, high, one, zero)
-                pool_plane(s, pooled, pool, width, window, out_width, area)
+                charge(x, v, h, neuron, linear[g, 0], linear[g, 1])
+                reset(h, v, s, neuron)
+                pool_plane(s, pooled, pool)
                 row, w = out[t // group, p], weights[t] if weights.size else one
                 if t % group == 0:
                     row[:] = zero
@@ -144,22 +159,17 @@ def total(a, zero):
     return result
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def backward(
-    begin, end, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, area, pool, window,
-    sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
-):  # fmt: skip
+@kernel
+def backward(begin, end, arriving, slopes, pool, gradients):
     """Gradients of ``forward``, from y and v0 alone: a plane's steps are run again, their voltages kept for the way back.
 
     Args:
-        go, gv: gradients of out and v_out; gy, gv0: gradients out, shaped as y and v0.
-        g_scale, g_shift: [P]; g_linear: [P, G, 2]; g_weights: [P, T]: partial sums of every plane, to be summed outside in
-            one order, whichever thread they come from.
-        resets, kind, numbers, need_linear: as in numba_backward.
+        arriving, slopes, pool, gradients: Arriving, Slopes, Pool and Gradients (see arguments.py); a plane is a chunk.
     """
-    tau, rest, threshold, low, high, one, zero = constants
-    keep, rest_gain, h_gain = resets
-    width, out_width = sizes
+    go, gv, y, scale, shift, v0, lengths, linear, weights, group = arriving
+    gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear, _ = gradients
+    rest, threshold, one, zero = slopes.rest, slopes.threshold, slopes.one, slopes.zero
+    keep, rest_gain, h_gain = slopes.keep, slopes.rest_gain, slopes.h_gain
     size = gv.shape[1]
     steps = 0
     for g in range(lengths.size):
@@ -177,8 +187,8 @@ def backward(
         for g in range(lengths.size):
             drive(y[g, p], x, scale, shift, p)
             for _ in range(lengths[g]):
-                charge(x, v, charged_at[t], mode, tau, rest, linear[g, 0], linear[g, 1])
-                reset(charged_at[t], v, s, threshold, low, high, one, zero)
+                charge(x, v, charged_at[t], slopes, linear[g, 0], linear[g, 1])
+                reset(charged_at[t], v, s, slopes)
                 t += 1
         carry = gv[p].copy()
         scale_sum, shift_sum = zero, zero
@@ -190,21 +200,21 @@ def backward(
             for _ in range(lengths[g]):
                 t -= 1
                 h, w = charged_at[t], weights[t] if weights.size else one
-                reset(h, v, s, threshold, low, high, one, zero)
-                pool_plane(s, pooled, pool, width, window, out_width, area)
+                reset(h, v, s, slopes)
+                pool_plane(s, pooled, pool)
                 row = go[t // group, p]
                 for i in range(row.size):
                     gp[i] = row[i] * w
                 if weights.size:
                     g_weights[p, t] = dot(row, pooled, zero)
-                unpool_plane(gp, s, gs, pool, width, window, out_width, area)
-                derivative(charged_at, t, threshold, sg, np.uintp(0), np.uintp(size), kind, numbers)
+                unpool_plane(gp, s, gs, pool)
+                derivative(charged_at, t, sg, np.uintp(0), np.uintp(size), slopes)
                 for i in range(size):
                     kept = (keep if h[i] >= threshold else one) + (rest_gain + h_gain * h[i]) * sg[i]
                     carry[i] = gs[i] * sg[i] + carry[i] * kept
                 if need_linear:
                     if t:
-                        reset(charged_at[t - 1], v, s, threshold, low, high, one, zero)
+                        reset(charged_at[t - 1], v, s, slopes)
                     else:
                         v[:] = start
                     for i in range(size):
@@ -226,30 +236,3 @@ def backward(
         if gv0.size:
             gv0[p] = carry
         g_scale[p], g_shift[p] = scale_sum, shift_sum
-
-
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def forward_parallel(
-    threads, planes, y, scale, shift, v0, lengths, linear, constants, mode, area, pool, window, sizes, weights, group, out,
-    v_out,
-):  # fmt: skip
-    """``forward`` over all planes on Numba's threads."""
-    for i in prange(threads):
-        forward(
-            planes * i // threads, planes * (i + 1) // threads, y, scale, shift, v0, lengths, linear, constants, mode, area,
-            pool, window, sizes, weights, group, out, v_out,
-        )  # fmt: skip
-
-
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
-def backward_parallel(
-    threads, planes, go, gv, y, scale, shift, v0, lengths, linear, constants, mode, resets, kind, numbers, area, pool,
-    window, sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear,
-):  # fmt: skip
-    """``backward`` over all planes on Numba's threads."""
-    for i in prange(threads):
-        backward(
-            planes * i // threads, planes * (i + 1) // threads, go, gv, y, scale, shift, v0, lengths, linear, constants,
-            mode, resets, kind, numbers, area, pool, window, sizes, weights, group, gy, gv0, g_scale, g_shift, g_linear,
-            g_weights, need_linear,
-        )  # fmt: skip

@@ -10,15 +10,16 @@ from functools import partial
 
 from numba import njit
 
+from sj_tac.host.neurons import ChargeMode
+
 # For functions that make no arrays: without reference counts, whose atomic increments at every call cost more than a row.
 lean = partial(njit, error_model="numpy", _nrt=False)
 
-LIF_DECAY, LIF, PLIF_DECAY, PLIF, IF, MERGED = range(6)
-
-
-# A mode is a tuple of that length: its length is part of its type, so a kernel is compiled for each mode that is used, with
-# nothing left of the others in its loops.
-M0, M1, M2, M3, M4, M5 = ((True,) * (1 + i) for i in range(6))
+# Numbers of the modes, for what is compiled.
+LIF_DECAY, LIF, PLIF_DECAY, PLIF, IF, MERGED = (int(mode) for mode in ChargeMode)
+# A mode as a type: a tuple of that length, which is part of its type, so that a loop is compiled for each mode, with nothing
+# left of the others in it.
+AS_LIF_DECAY, AS_LIF, AS_PLIF_DECAY, AS_PLIF, AS_IF, AS_MERGED = ((True,) * (1 + int(mode)) for mode in ChargeMode)
 
 
 @lean()

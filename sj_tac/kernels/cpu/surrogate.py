@@ -14,11 +14,8 @@ from sj_tac.kernels.cpu.steps import lean
 SIGMOID, ATAN, PIECEWISE_QUADRATIC, PIECEWISE_EXP, SOFT_SIGN, SUPER_SPIKE, ERF = range(7)
 
 
-def constants(alpha: float, dtype: type) -> tuple[np.floating, ...]:
-    """alpha, alpha/2, alpha pi/2, alpha^2, 1/alpha, 1/(2 alpha), alpha/sqrt(pi), 1 and 0, in ``dtype``.
-
-    A Python float inside a kernel would lift its arithmetic to float64 and out of the vector registers.
-    """
+def numbers(alpha: float, dtype: type) -> tuple[np.floating, ...]:
+    """alpha, alpha/2, alpha pi/2, alpha^2, 1/alpha, 1/(2 alpha) and alpha/sqrt(pi), in ``dtype``: the end of ``Slopes``."""
     values = (
         alpha,
         alpha / 2,
@@ -27,17 +24,17 @@ def constants(alpha: float, dtype: type) -> tuple[np.floating, ...]:
         1 / alpha,
         1 / (2 * alpha),
         alpha / math.sqrt(math.pi),
-        1.0,
-        0.0,
     )
     return tuple(dtype(v) for v in values)
 
 
 @lean()
-def derivative(h, t, threshold, out, q, n, kind, numbers):
+def derivative(h, t, out, q, n, slopes):
     """d spike / d h at ``h - threshold`` of the first ``n`` voltages h[t], into ``out`` from ``q`` on."""
-    # ``numbers`` from ``constants``; n and q are unsigned, see numba_tiles.
-    alpha, half, angle, square, inverse, soft, erf, one, zero = numbers
+    # n and q are unsigned, see tiles.py.
+    kind, threshold, one, zero = slopes.kind, slopes.threshold, slopes.one, slopes.zero
+    alpha, half, angle, square = slopes.alpha, slopes.half, slopes.angle, slopes.square
+    inverse, soft, erf = slopes.inverse, slopes.soft, slopes.erf
     if kind == SIGMOID:
         for i in range(n):
             s = one / (one + np.exp(-alpha * (h[t, i] - threshold)))

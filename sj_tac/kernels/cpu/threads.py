@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# Calls that really ran, by operator and kernel; what a report says about kernels is read off these.
-RUNS: Counter[tuple[str, str]] = Counter()
+# For callers that look for it here.
+from sj_tac.kernels.layout import RUNS as RUNS
+
+if TYPE_CHECKING:
+    from sj_tac.kernels.cpu.compiled import Kernel
+
 # The process that started Numba's threads; a forked child must not touch them.
 _STARTED_IN: list[int] = []
 # Below this many neuron steps a second thread costs more than it saves.
@@ -37,8 +40,8 @@ def are_safe() -> bool:
     return _STARTED_IN[0] == os.getpid() and layer != "workqueue"
 
 
-def share(module: Any, kernel: str, units: int, work: int, *arguments: Any) -> None:
-    """``module.kernel`` over ``units`` pieces that do not depend on each other, nor on how many threads there are.
+def share(kernel: Kernel, units: int, work: int, *operands: Any) -> None:
+    """``kernel`` over ``units`` pieces that do not depend on each other, nor on how many threads there are.
 
     Args:
         work: neuron steps in all, or whatever costs as much.
@@ -49,14 +52,9 @@ def share(module: Any, kernel: str, units: int, work: int, *arguments: Any) -> N
     threads = min(torch.get_num_threads(), units, limit)
     if threads > 1 and work >= ALONE and are_safe():
         numba.set_num_threads(threads)
-        getattr(module, f"{kernel}_parallel")(threads, units, *arguments)
+        kernel.parallel(threads, units, *operands)
     else:
-        getattr(module, kernel)(0, units, *arguments)
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """Whether frames [..., C, H, W] lie in memory as [..., H, W, C] and not also as they are."""
-    return not x.is_contiguous() and x.movedim(-3, -1).is_contiguous()
+        kernel.serial(0, units, *operands)
 
 
 def flat(x: Tensor | None, last: bool, like: Tensor) -> np.ndarray:
@@ -65,13 +63,6 @@ def flat(x: Tensor | None, last: bool, like: Tensor) -> np.ndarray:
         return vector(None, like)
     array: np.ndarray = (x.detach().movedim(-3, -1) if last else x.detach()).contiguous().view(-1).numpy()
     return array
-
-
-def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """A new tensor [..., C, H, W], in channels_last or contiguous."""
-    if not last:
-        return like.new_empty(shape, dtype=dtype)
-    return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]], dtype=dtype).movedim(-1, -3)
 
 
 # Stands for "none" in a kernel's arguments, by dtype.

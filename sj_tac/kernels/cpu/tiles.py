@@ -10,26 +10,34 @@ from __future__ import annotations
 
 import numpy as np
 
+from sj_tac.kernels.cpu.arguments import Neurons
 from sj_tac.kernels.cpu.steps import lean
 
-# Told apart by their types, so that a kernel is compiled for the one that is used.
-NEURONS, WINDOWS = (True,), (True, True)
+# Slots of a tile of windows, whose four corners have a piece of the buffer each; a tile of neurons has four times as many.
+TILE = 256
+_PLAIN = len(Neurons._fields)
 
 
 @lean()
-def geometry(shape, slots, last):
+def in_windows(layout):
+    """Whether slots are windows: known from the type, so that a kernel is compiled for the one that is used."""
+    return len(layout) > _PLAIN
+
+
+@lean()
+def geometry(layout):
     """How slots lie in memory: in runs of even spacing, runs in lines, lines behind one another.
 
     Args:
-        shape: width, channels and pixels of a frame; slots: NEURONS or WINDOWS; last: channels_last.
+        layout: Neurons or Windows.
 
     Returns:
         Slots of a run, runs of a line, and in neurons: from line to line, run to run, slot to slot, and from a window's
         first corner to its right and its lower one. Contiguous, a line is a plane; in channels_last, a run is a
         pixel's channels.
     """
-    width, channels, pixels = shape
-    if len(slots) == 1:
+    width, channels, pixels, last = layout.width, layout.channels, layout.pixels, layout.last
+    if not in_windows(layout):
         run = channels if last else pixels
         return run, 1, run, 0, 1, 0, 0
     if last:
@@ -62,9 +70,10 @@ def copy(source, start, out, at, n):
 
 
 @lean()
-def _read(source, start, out, at, n, scale, shift, channel, last):
+def _read(source, start, out, at, n, affine, channel, last):
     """Neurons side by side, through the BatchNorm's affine map where there is one."""
-    if scale is None or scale.size == 0:
+    scale, shift = affine
+    if scale.size == 0:
         copy(source, start, out, at, n)
     elif last:
         for j in range(n):
@@ -76,9 +85,10 @@ def _read(source, start, out, at, n, scale, shift, channel, last):
 
 
 @lean()
-def _read_pairs(source, start, out, at, right, n, scale, shift, channel):
+def _read_pairs(source, start, out, at, right, n, affine, channel):
     """A row of windows, contiguous: left and right corners alternate."""
-    if scale is None or scale.size == 0:
+    scale, shift = affine
+    if scale.size == 0:
         for j in range(n):
             out[at + j] = source[start + j + j]
             out[right + j] = source[start + j + j + np.uintp(1)]
@@ -97,47 +107,53 @@ def _write_pairs(source, at, right, out, start, n):
 
 
 @lean()
-def load(source, offset, begin, end, out, at, gap, scale, shift, shape, slots, last):
-    """Slots ``begin`` to ``end`` of the frame at ``offset``, into ``out`` from ``at`` on, the corners ``gap`` apart."""
-    run, runs, to_line, to_run, to_slot, right, below = geometry(shape, slots, last)
-    place, i, line, channel = locate(begin, run, runs, shape[1])
+def load(source, offset, begin, end, out, at, affine, layout):
+    """Slots ``begin`` to ``end`` of the frame at ``offset``, into ``out`` from ``at`` on, the corners TILE apart.
+
+    Args:
+        affine: scale and shift of a BatchNorm, [C] each, or empty for none.
+    """
+    last, channels = layout.last, layout.channels
+    run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
+    place, i, line, channel = locate(begin, run, runs, channels)
     slot = begin
     while slot < end:
         n = min(run - place, end - slot)
         start, z = offset + line * to_line + i * to_run + place * to_slot, at + slot - begin
         m, c = np.uintp(n), np.uintp(place if last else channel)
-        if len(slots) == 1:
-            _read(source, np.uintp(start), out, np.uintp(z), m, scale, shift, c, last)
+        if not in_windows(layout):
+            _read(source, np.uintp(start), out, np.uintp(z), m, affine, c, last)
         elif last:
             for corner in range(4):
-                p, q = start + corner % 2 * right + corner // 2 * below, z + corner * gap
-                _read(source, np.uintp(p), out, np.uintp(q), m, scale, shift, c, last)
+                p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
+                _read(source, np.uintp(p), out, np.uintp(q), m, affine, c, last)
         else:
             for row in range(2):
-                p, q = start + row * below, z + 2 * row * gap
-                _read_pairs(source, np.uintp(p), out, np.uintp(q), np.uintp(q + gap), m, scale, shift, c)
+                p, q = start + row * below, z + 2 * row * TILE
+                _read_pairs(source, np.uintp(p), out, np.uintp(q), np.uintp(q + TILE), m, affine, c)
         slot, place = slot + n, 0
-        i, line, channel = following(i, runs, line, channel, shape[1])
+        i, line, channel = following(i, runs, line, channel, channels)
 
 
 @lean()
-def store(source, at, gap, out, offset, begin, end, shape, slots, last):
+def store(source, at, out, offset, begin, end, layout):
     """The way back of ``load``, without affine map."""
-    run, runs, to_line, to_run, to_slot, right, below = geometry(shape, slots, last)
-    place, i, line, channel = locate(begin, run, runs, shape[1])
+    last, channels = layout.last, layout.channels
+    run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
+    place, i, line, channel = locate(begin, run, runs, channels)
     slot = begin
     while slot < end:
         n = min(run - place, end - slot)
         start, z, m = offset + line * to_line + i * to_run + place * to_slot, at + slot - begin, np.uintp(n)
-        if len(slots) == 1:
+        if not in_windows(layout):
             copy(source, np.uintp(z), out, np.uintp(start), m)
         elif last:
             for corner in range(4):
-                p, q = start + corner % 2 * right + corner // 2 * below, z + corner * gap
+                p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
                 copy(source, np.uintp(q), out, np.uintp(p), m)
         else:
             for row in range(2):
-                p, q = start + row * below, z + 2 * row * gap
-                _write_pairs(source, np.uintp(q), np.uintp(q + gap), out, np.uintp(p), m)
+                p, q = start + row * below, z + 2 * row * TILE
+                _write_pairs(source, np.uintp(q), np.uintp(q + TILE), out, np.uintp(p), m)
         slot, place = slot + n, 0
-        i, line, channel = following(i, runs, line, channel, shape[1])
+        i, line, channel = following(i, runs, line, channel, channels)

@@ -1,4 +1,4 @@
-"""``aggregate`` on a CUDA device: which programs run, on what grids; ``launch`` as in cuda_fire."""
+"""``aggregate`` on a CUDA device: which programs run, on what grids; ``launch`` as in fire.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.cpu.threads import empty, is_channels_last
 from sj_tac.kernels.gpu import program as cuda
 from sj_tac.kernels.gpu.fire import Launch
+from sj_tac.kernels.layout import empty, is_channels_last
 
 BLOCK = 128
 

@@ -1,6 +1,6 @@
-"""``fire`` on a CUDA device: which programs run, on what grids. The kernels' story is in cuda/*.cu.
+"""``fire`` on a CUDA device: which programs run, on what grids. The kernels' story is in src/*.cu.
 
-``launch`` is CuPy's (cupy_launch.py); tests put one that runs the same programs on the CPU.
+``launch`` is CuPy's (launch.py); tests put one that runs the same programs on the CPU.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.cpu.threads import empty, is_channels_last
 from sj_tac.kernels.gpu import program as cuda
+from sj_tac.kernels.layout import empty, is_channels_last
+from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL, pooled_size
 
 # launch(program, blocks, arguments, bytes of shared memory)
@@ -20,39 +21,35 @@ Launch = Callable[[cuda.Program, int, Sequence[cuda.Argument], int], None]
 
 
 class Fire:
-    """One call: shapes, layout and numbers that forward and backward share. Arguments as ``ops_fire.fire``.
+    """One call: shapes, layout and numbers that forward and backward share. Operands as checked.
 
     The backward takes no residual: its gradient has one frame a step anyway (see spread.py).
     """
 
-    def __init__(
-        self, y: Tensor, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, v0: Tensor | None,
-        linear: Tensor | None, q: Tensor | None, weights: Tensor | None, lengths: Sequence[int], mode: int, tau: float,
-        decay: float, gain: float, rest: float, threshold: float, hard: bool, detach: bool, surrogate: int, alpha: float,
-        pool: int, window: Sequence[int], group: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, o: Operands) -> None:
+        y, lengths, pool, window = o.y, o.lengths, o.pool, o.window
         self.last = is_channels_last(y)
         self.y = cuda.dense(y, self.last, y.dtype)
-        self.residual = None if residual is None else cuda.dense(residual, self.last, y.dtype)
+        self.residual = None if o.residual is None else cuda.dense(o.residual, self.last, y.dtype)
         self.groups, self.n, self.c, self.height, self.width = y.shape
         self.k, self.steps = max(lengths), sum(lengths)
-        self.v0 = None if v0 is None else cuda.dense(v0, self.last, torch.float32)
-        self.scale, self.shift, self.linear, self.rate = (cuda.vector(x) for x in (scale, shift, linear, q))
-        self.weights, self.group = cuda.vector(weights), group if weights is not None else 0
-        self.mode, self.surrogate, self.pool, self.window = mode, surrogate, pool, tuple(window)
+        self.v0 = None if o.v0 is None else cuda.dense(o.v0, self.last, torch.float32)
+        self.scale, self.shift, self.linear, self.rate = (cuda.vector(x) for x in (o.scale, o.shift, o.linear, o.q))
+        self.weights, self.group = cuda.vector(o.weights), o.group if o.weights is not None else 0
+        self.mode, self.surrogate, self.pool, self.window = o.mode, o.surrogate, pool, tuple(window)
         even = self.height % 2 == 0 and self.width % 2 == 0
         self.windows = pool == MAX_POOL and self.window == (2, 2, 2, 2, 0, 0) and even
         self.general = bool(pool) and not self.windows
-        self.hard = hard
+        self.hard = o.hard
         self.frame = self.n * self.c * self.height * self.width
         out_size = pooled_size(self.height, self.width, pool, window)
-        self.out_shape = [-(-self.steps // group) if weights is not None else self.steps, self.n, self.c, *out_size]
+        self.out_shape = [-(-self.steps // o.group) if o.weights is not None else self.steps, self.n, self.c, *out_size]
         self.emitted = self.n * self.c * out_size[0] * out_size[1]
         self.words = -(-self.steps // 32)
         pixels = self.height * self.width
         self.call = np.array(
-            (tau, decay, gain, rest, threshold, alpha, self.groups, self.steps, detach, self.width, self.c, pixels,
-             self.frame, self.emitted),
+            (o.tau, o.decay, o.gain, o.rest, o.threshold, o.alpha, self.groups, self.steps, o.detach, self.width, self.c,
+             pixels, self.frame, self.emitted),
             cuda.CALL,
         )  # fmt: skip
         wide = cuda.needs_wide(self.steps * self.frame, self.out_shape[0] * self.emitted, self.words * self.frame)

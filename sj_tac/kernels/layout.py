@@ -1,0 +1,23 @@
+"""How frames lie in memory, contiguous or channels_last, and a count of the kernels that ran."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+# Calls that really ran, by operator and kernel; what a report says about kernels is read off these.
+RUNS: Counter[tuple[str, str]] = Counter()
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether frames [..., C, H, W] lie in memory as [..., H, W, C] and not also as they are."""
+    return not x.is_contiguous() and x.movedim(-3, -1).is_contiguous()
+
+
+def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor [..., C, H, W], in channels_last or contiguous."""
+    if not last:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]], dtype=dtype).movedim(-1, -3)
