@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from sj_tac.errors import TraceError
 class _LeafTracer(fx.Tracer):
     """Keeps step modules and the host's layers whole, and remembers which module it is in.
 
-    The host's composite layers (attention) are looked into, until one of them turns out to be ``closed``.
+    The host's composite layers (attention) are looked into. What cannot be followed is ``closed``: one opaque node, with the
+    reason; unless ``opaque`` is off, where it is an error.
     """
 
-    def __init__(self, closed: Collection[nn.Module]) -> None:
+    def __init__(self, *, opaque: bool = True) -> None:
         super().__init__()
-        self.closed = closed
-        self.entered: list[nn.Module] = []
+        self.opaque = opaque
+        self.closed: dict[nn.Module, str] = {}
+        self._stopped: tuple[BaseException, nn.Module] | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if m in self.closed or (host.is_leaf(m) and not host.is_composite(m)):
@@ -36,16 +39,33 @@ class _LeafTracer(fx.Tracer):
         if self.submodule_paths is not None and m not in self.submodule_paths:
             # Made in forward, so no part of the model: what it does is part of the function that made it.
             return forward(*args, **kwargs)
-        self.entered.append(m)
-        result = super().call_module(m, forward, args, kwargs)
-        self.entered.pop()
-        return result
+        depth, last = len(self.module_stack), next(iter(reversed(self.graph.nodes)), None)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:
+            if self._stopped is not None and self._stopped[0] is error:
+                raise
+            if self.opaque and not self.is_leaf_module(m, ""):
+                # Once more with this one as a leaf, here and now: starting over would be quadratic in what is closed.
+                self._forget(last, depth)
+                self.closed[m] = _first_line(error)
+                return self.call_module(m, forward, args, kwargs)
+            self._stopped = error, m
+            raise
 
-    def where(self) -> str:
-        """The innermost module whose forward was running when tracing stopped."""
-        if not self.entered:
-            return f"the forward of {type(self.root).__name__}"
-        module = self.entered[-1]
+    def _forget(self, last: fx.Node | None, depth: int) -> None:
+        """Take off what was recorded since the node ``last``."""
+        for node in list(takewhile(lambda node: node is not last, reversed(self.graph.nodes))):
+            if node.op != "get_attr":  # fx hands these out again, and they are no data
+                self.graph.erase_node(node)
+        while len(self.module_stack) > depth:
+            self.module_stack.popitem()
+
+    def where(self, error: BaseException) -> str:
+        """The module that ``error`` stopped."""
+        if self._stopped is None or self._stopped[0] is not error:
+            return f"the forward of {type(getattr(self, 'root', None)).__name__}"
+        module = self._stopped[1]
         name = self.submodule_paths.get(module, "?") if self.submodule_paths else "?"
         return f"module {name!r} ({type(module).__name__})"
 
@@ -58,6 +78,8 @@ class _ValueProxy(fx.Proxy):
         self._held = held
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_held":  # a copy that has not been filled
+            raise AttributeError(name)
         found = getattr(self._held, name)
         if callable(found):
             return lambda *args, **kwargs: self.tracer.create_proxy("call_method", name, (self, *args), kwargs)
@@ -98,9 +120,9 @@ class _ValueTracer(_LeafTracer):
     The graph is good for looking at which modules feed which. It is not run again: shapes are frozen into it.
     """
 
-    def __init__(self, closed: Collection[nn.Module], example: tuple[Any, ...]) -> None:
-        super().__init__(closed)
-        self._inputs = list(example)
+    def __init__(self, example: dict[str, Any]) -> None:
+        super().__init__()
+        self._inputs = example
         self._running = False
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -132,7 +154,20 @@ class _ValueTracer(_LeafTracer):
                 node.meta["shape"] = tuple(value.shape)
             return _ValueProxy(node, self, value)
 
-        return super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
+        proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
+        return self._spread(proxy, value) if kind == "placeholder" or isinstance(value, dict) else proxy
+
+    def _spread(self, proxy: Any, value: Any) -> Any:
+        """A container of proxies for a proxy of a container: forward may ask its keys, its length, its class."""
+        if type(value) is dict:
+            keys: list[Any] = list(value)
+        elif type(value) in (list, tuple):
+            keys = list(range(len(value)))
+        else:
+            return proxy
+        parts = [self.create_proxy("call_function", operator.getitem, (proxy, key), {}) for key in keys]
+        parts = [self._spread(p, value[key]) if isinstance(p, fx.Proxy) else p for key, p in zip(keys, parts, strict=True)]
+        return dict(zip(keys, parts, strict=True)) if type(value) is dict else type(value)(parts)
 
     def _value(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def held(item: Any) -> Any:
@@ -141,7 +176,7 @@ class _ValueTracer(_LeafTracer):
         values = torch.utils._pytree.tree_map(held, args)
         named = torch.utils._pytree.tree_map(held, kwargs)
         if kind == "placeholder":
-            return self._inputs.pop(0) if self._inputs else (values[0] if values else None)
+            return self._inputs.get(str(target).lstrip("*"), values[0] if values else None)
         self._running = True
         try:
             if kind == "get_attr":
@@ -155,15 +190,22 @@ class _ValueTracer(_LeafTracer):
             self._running = False
 
 
-def _defaults(model: nn.Module, given: int) -> dict[str, Any]:
-    """Arguments of forward that have a default and that the caller does not give: not part of the data flow."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    return {p.name: p.default for p in parameters[given:] if p.default is not inspect.Parameter.empty}
-
-
 def as_arguments(example_input: Any) -> tuple[Any, ...]:
     """``example_input`` as the positional arguments of forward."""
     return tuple(example_input) if isinstance(example_input, (tuple, list)) else (example_input,)
+
+
+def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with copies of their tensors: a forward that writes into its input does not write into the caller's."""
+
+    def copy(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    found: tuple[Any, ...] = torch.utils._pytree.tree_map(copy, arguments)
+    return found
+
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -192,54 +234,76 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
     Raises:
         TraceError: torch.fx cannot follow the model's own forward; says what to do.
     """
-    with host.looked_at(model), _no_new_attributes(model):
-        if example_input is None:
-            return _closing(model, _LeafTracer, 1, sampled=False)
-        with contextlib.suppress(Exception):
-            return Traced(_LeafTracer(()).trace(model, concrete_args=_defaults(model, 1) or None), {}, False)
-        arguments = as_arguments(example_input)
+    if example_input is None:
+        with host.looked_at(model):
+            return _traced(_LeafTracer(), model, {}, sampled=False)
+    arguments = copied(as_arguments(example_input))
+    given = _by_name(model, arguments)
+    # Each in a look of its own: what symbols leave in attributes is not for the sample to meet.
+    with contextlib.suppress(Exception), host.looked_at(model):
+        # Opaque nodes are the last resort: the sample may get through.
+        return _traced(_LeafTracer(opaque=False), model, given, sampled=False)
+    with host.looked_at(model):
         try:
-            return _closing(model, lambda closed: _ValueTracer(closed, arguments), len(arguments), sampled=True)
+            return _traced(_ValueTracer(given), model, given, sampled=True)
         except TraceError as error:
-            shapes = [list(a.shape) if isinstance(a, Tensor) else a for a in arguments]
             raise TraceError(
-                f"tracing failed with example_input of shape {shapes}: {error.__cause__}; "
-                "check that model(*example_input) runs, and that its modules are called with tensors"
+                f"tracing failed with example_input of shape {described(arguments)}: {error.__cause__}; check that "
+                "model.eval()(*example_input) runs under torch.no_grad(), and that its modules are called with tensors"
             ) from error.__cause__
 
 
-def _closing(model: nn.Module, make: Callable[[Collection[nn.Module]], _LeafTracer], given: int, *, sampled: bool) -> Traced:
-    """Trace; where that fails inside a submodule, once more with that one as a leaf."""
-    closed: dict[nn.Module, str] = {}
+def _traced(tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], *, sampled: bool) -> Traced:
     names = {module: name for name, module in model.named_modules()}
-    while True:
-        tracer = make(closed)
-        try:
-            graph = tracer.trace(model, concrete_args=_defaults(model, given) or None)
-            return Traced(graph, {names[m]: why for m, why in closed.items()}, sampled)
-        except Exception as error:
-            # The innermost module that is the model's own: a forward may call modules that it has just made.
-            stopped = next((m for m in reversed(tracer.entered) if m in names), None)
-            if stopped is not None and stopped not in closed:
-                closed[stopped] = _first_line(error)
-                continue
-            raise TraceError(
-                f"torch.fx cannot follow {tracer.where()} on symbols alone ({_first_line(error)}); it probably asks "
-                "for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
-            ) from error
-
-
-@contextlib.contextmanager
-def _no_new_attributes(model: nn.Module) -> Iterator[None]:
-    """torch.fx puts constants of forward on the model (``_tensor_constant0``); take them off again."""
-    held = [model.__dict__, model._parameters, model._buffers]
-    known = [set(attributes) for attributes in held]
     try:
-        yield
-    finally:
-        for attributes, names in zip(held, known, strict=True):
-            for name in set(attributes) - names:
-                del attributes[name]
+        graph = tracer.trace(model, concrete_args=_concrete(model, given, sampled) or None)
+    except Exception as error:
+        raise TraceError(
+            f"torch.fx cannot follow {tracer.where(error)} on symbols alone, in eval mode ({_first_line(error)}); it "
+            "probably asks for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
+        ) from error
+    return Traced(graph, {names[m]: why for m, why in tracer.closed.items()}, sampled)
+
+
+def _concrete(model: nn.Module, given: dict[str, Any], sampled: bool) -> dict[str, Any]:
+    """Arguments that are no part of the data flow: defaults that stay, and for symbols whatever is given and no tensor."""
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    found = {}
+    for name, p in inspect.signature(model.forward).parameters.items():
+        if name not in given:
+            if p.default is not p.empty:
+                found[name] = p.default
+        elif not sampled and (type(given[name]) in _PLAIN or (p.kind in stars and not given[name])):
+            found[stars.get(p.kind, "") + name] = given[name]
+    return found
+
+
+def _by_name(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments by the names that forward gives them. Raises TraceError."""
+    try:
+        signature = inspect.signature(model.forward)
+        given = signature.bind(*arguments).arguments
+    except (TypeError, ValueError) as error:
+        raise TraceError(
+            f"the forward of {type(model).__name__} does not take example_input of shape {described(arguments)} ({error}); "
+            "example_input is one input or a tuple of forward's positional arguments: give the others a default, or "
+            "convert a module that calls this one with all of them"
+        ) from error
+    for p in signature.parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            given.setdefault(p.name, () if p.kind is p.VAR_POSITIONAL else {})
+    return given
+
+
+def described(arguments: tuple[Any, ...]) -> str:
+    """Arguments as errors show them: shapes of tensors, classes of what is no number."""
+
+    def short(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return list(leaf.shape)
+        return leaf if type(leaf) in _PLAIN else type(leaf).__name__
+
+    return str(torch.utils._pytree.tree_map(short, list(arguments)))[:300]
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,20 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewrites.trace import copied, described
 from sj_tac import host
 from sj_tac.errors import ConversionError
+from sj_tac.runtime.borders import definition
 
 _MEASURED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+_ROW = 4096  # words of a digest's rows
+_WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0), device="cpu") * 2 + 1
+_PIECE = 1 << 18  # elements: what the CPU's caches hold
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one call of a module put out: its shapes, whether all is finite, and numbers that differ where any bit does."""
+    """What one call of a module put out: its shapes, whether all is finite, and digests that differ where any value does."""
 
     module: str
     shapes: tuple[tuple[int, ...], ...]
     finite: bool
-    numbers: tuple[tuple[float, float], ...] = field(repr=False)
+    digests: tuple[bytes, ...] = field(repr=False)
 
 
 @dataclass
@@ -59,10 +66,10 @@ def run(
 
     Args:
         sites: for a conv, the module whose output has T in front, where that is another one.
-        watched: with hooks on all modules, which makes a converted net run unfused; exact: take down the numbers, too.
+        watched: with hooks on all modules; exact: take down digests, too.
     """
-    data = arguments[0]
-    batch = data.shape[1] if isinstance(data, Tensor) and data.dim() == 5 else len(data)
+    data = tensors(arguments)
+    batch = _batch(data[0]) if data else 1
     found, entered = Run({}, [], []), []
     totals: dict[str, int] = {}
     steps: dict[str, int] = {}
@@ -87,26 +94,70 @@ def run(
             module.register_forward_pre_hook(enter(name))
             module.register_forward_hook(leave(name, isinstance(module, _MEASURED)))
         try:
-            found.output = [t.clone() for t in tensors(model(*arguments))]
+            found.output = [t.clone() for t in tensors(model(*copied(arguments)))]
         except Exception as error:
-            shape = list(data.shape) if isinstance(data, Tensor) else type(data).__name__
+            shape = list(data[0].shape) if len(data) == len(arguments) == 1 else described(arguments)
             where = f" in module {entered[-1]!r}" if entered and entered[-1] else ""
             found.error = error
-            found.failure = f"does not run on example_input of shape {shape}{where} ({type(error).__name__}: {error})"
+            why = f"{type(error).__name__}: {error}; in eval mode, without gradients"
+            found.failure = f"does not run on example_input of shape {shape}{where} ({why})"
     for name, total in totals.items():
         frames = steps.get(sites.get(name, name), 1)
         found.macs[name] = (frames, total // frames)
     return found
 
 
+def _batch(data: Tensor) -> int:
+    """N of the first input: [T, N, C, H, W], or N in front."""
+    return data.shape[1] if data.dim() == 5 else data.shape[0] if data.dim() else 1
+
+
 def _seen(name: str, output: list[Tensor], exact: bool) -> Seen:
-    numbers = []
-    for tensor in output if exact else ():
-        flat = tensor.detach().to(torch.float64).flatten()
-        ramp = torch.arange(1, len(flat) + 1, device=flat.device) % 97
-        numbers.append((flat.sum().item(), (flat * ramp).sum().item()))
-    finite = all(bool(torch.isfinite(t).all()) for t in output)
-    return Seen(name, tuple(tuple(t.shape) for t in output), finite, tuple(numbers))
+    looks = [_look(t.detach(), exact) for t in output]
+    return Seen(name, tuple(tuple(t.shape) for t in output), all(f for f, _ in looks), tuple(d for _, d in looks))
+
+
+def _look(tensor: Tensor, exact: bool) -> tuple[bool, bytes]:
+    """Is all of a tensor finite; and, where ``exact``, a digest that differs where any value does. Zero has no sign."""
+    if tensor.is_meta or not tensor.numel():
+        return True, b""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = tensor.resolve_neg()
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.float()  # torch does not add up numbers of eight bits
+    floating = tensor.is_floating_point()
+    if not exact:
+        return not floating or _is_finite(tensor), b""
+    flat, finite, digest = tensor.reshape(-1), True, hashlib.blake2b(digest_size=16)
+    # Piece by piece, so that all is read from memory once. On a device a piece is a launch: the whole.
+    piece = _PIECE if tensor.device.type == "cpu" else flat.numel()
+    for start in range(0, flat.numel(), piece):
+        part = flat[start : start + piece]
+        # -0.0 + 0.0 is 0.0; a copy otherwise, because a view of other bytes must begin at a whole one of them.
+        part = part + 0.0 if floating else part.clone(memory_format=torch.contiguous_format)
+        finite = finite and (not floating or _is_finite(part))
+        _digest(part.view(torch.uint8), digest)
+    return finite, digest.digest()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """``isfinite().all()`` in one pass: a sum with NaN or infinity in it is no number, and few sums of numbers overflow."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _digest(raw: Tensor, digest: Any) -> None:
+    """Feed contiguous bytes to the digest: rows of 64-bit words as weighted sums modulo 2^64, what is left over as it is.
+
+    A weight is odd, so that no change of a single word leaves its row's sum as it was.
+    """
+    whole = len(raw) // (8 * _ROW) * (8 * _ROW)
+    if whole:
+        words = raw[:whole].view(torch.int64).view(-1, _ROW)
+        # Integers have no matrix product on a device.
+        sums = words @ _WEIGHTS if raw.device.type == "cpu" else (words * _WEIGHTS.to(raw.device)).sum(1)
+        digest.update(sums.cpu().numpy())
+    digest.update(raw[whole:].cpu().numpy())
 
 
 def verify(
@@ -128,8 +179,8 @@ def verify(
         problem, error = fused.failure or _compare(source.output, fused.output, any_rate), fused.error
     if not problem and not exact:
         return
-    # Watched, it runs unfused: the definition.
-    unfused = run(model, arguments, {}, exact=exact)
+    with definition(model):
+        unfused = run(model, arguments, {}, exact=exact)
     different = _first_difference(source.calls, unfused.calls, exact)
     if not different and unfused.failure:
         different, error = f"the converted net {unfused.failure}", unfused.error
@@ -161,6 +212,6 @@ def _first_difference(expected: list[Seen], got: list[Seen], exact: bool) -> str
             return f"layer {a.module!r} puts out {b.shapes}, the source {a.shapes}"
         if a.finite and not b.finite:
             return f"layer {a.module!r} puts out numbers that are not finite, the source's are"
-        if exact and a.finite and a.numbers != b.numbers:
+        if exact and a.finite and a.digests != b.digests:
             return f"layer {a.module!r} is the first whose output differs from the source's at k=1"
     return ""

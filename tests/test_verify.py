@@ -7,12 +7,14 @@ import torch
 from spikingjelly.activation_based import functional, layer, neuron
 from support import conv, csnn, frames, node, norm, same_state
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sj_tac
+from rewrites.verify import _seen
 from sj_tac.errors import ConversionError
 from sj_tac.kernels import fire_op
-from sj_tac.runtime.drives import SharedDriveSite
-from sj_tac.runtime.swapped import TACLIFNode
+from sj_tac.runtime.drives import DriveModule
+from sj_tac.runtime.neurons import TACLIFNode
 
 
 @pytest.fixture
@@ -21,8 +23,8 @@ def x():
 
 
 def broken(change):
-    """SharedDriveSite.forward of the layer '4' with its output changed."""
-    original = SharedDriveSite.forward
+    """DriveModule.forward of the layer '4' with its output changed."""
+    original = DriveModule.forward
 
     def forward(self, x):
         y = original(self, x)
@@ -45,7 +47,7 @@ def test_the_first_layer_that_differs_is_named(x, k, change, message, inplace, m
     net = csnn()
     net[0].register_forward_hook(lambda m, a, y: None)
     before = copy.deepcopy(net)
-    monkeypatch.setattr(SharedDriveSite, "forward", broken(change))
+    monkeypatch.setattr(DriveModule, "forward", broken(change))
     sj_tac.convert(net, "preserve", k)  # without an example nobody looks
     with pytest.raises(ConversionError, match="verification failed: .*" + message):
         sj_tac.convert(net, "preserve", k, example_input=x, inplace=inplace)
@@ -115,8 +117,8 @@ def test_verification_leaves_nothing_behind(x, policy, k):
     assert seen == []
     assert fast.training
     assert all(isinstance(m.v, float) for m in fast.modules() if isinstance(m, neuron.BaseNode))
-    assert not any(t is not None and t.numel() > 64 for t in [*fast._sj_tac.analysis.seen.output])
-    assert fast._sj_tac.analysis.seen.calls == []
+    assert not any(t is not None and t.numel() > 64 for t in [*fast._sj_tac.plan.seen.output])
+    assert fast._sj_tac.plan.seen.calls == []
 
 
 def test_groups_several_outputs_and_numbers_that_are_no_numbers_in_the_source(x):
@@ -134,3 +136,67 @@ def test_groups_several_outputs_and_numbers_that_are_no_numbers_in_the_source(x)
     policy = {"default": {"mode": "collapse", "k": 4, "emit": "groups"}}
     net = nn.Sequential(conv(), norm(), node("lif", v_threshold=0.3), layer.AvgPool2d(2, step_mode="m"))
     assert sj_tac.convert(net, policy, example_input=x)(x).shape[0] == 2
+
+
+def digest(*output):
+    return _seen("a", [*output], True).digests
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (5, 2, 3, 4, 4), (7, 60_001)])
+def test_a_digest_differs_where_one_bit_does(dtype, shape):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(shape, generator=generator).to(dtype)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    expected = digest(a)
+    for place in {0, a.numel() // 2, a.numel() - 1, *torch.randint(a.numel(), (8,), generator=generator).tolist()}:
+        for bit in (0, 5, a.itemsize * 8 - 3):
+            b = a.clone()
+            b.view(-1).view(bits)[place] ^= 1 << bit
+            assert digest(b) != expected
+    if a.dim():
+        assert digest(a.flip(0)) != expected
+        assert digest(a.flip(-1)) != expected
+    assert digest(a.clone()) == expected
+
+
+def test_a_digest_is_of_values_in_their_order_not_of_memory():
+    a = torch.randn(4, 3, 6, 5, generator=torch.Generator().manual_seed(0))
+    expected = digest(a)
+    assert digest(a.to(memory_format=torch.channels_last)) == expected
+    assert digest(torch.cat([torch.ones(1), a.flatten()])[1:].view_as(a)) == expected
+    assert digest(a.transpose(0, 1).contiguous().transpose(0, 1)) == expected
+    assert digest(torch.zeros(3)) == digest(-torch.zeros(3))  # as numbers they are equal
+    flags = torch.rand(9, 9) < 0.5
+    assert digest(flags) == digest(torch.cat([flags[:1], flags])[1:]) != digest(~flags)
+    swapped = torch.arange(3 * 8192, dtype=torch.float32)
+    rows = swapped.view(3, 8192)
+    assert digest(rows[[1, 0, 2]]) != digest(rows)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_not_finite_is_seen_and_large_sums_are_not_taken_for_it(exact):
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        a = torch.zeros(300_000)
+        assert _seen("a", [a], exact).finite
+        a[-1] = bad
+        assert not _seen("a", [a], exact).finite
+    assert not _seen("a", [torch.tensor([float("inf"), -float("inf")])], exact).finite
+    assert _seen("a", [torch.full((9,), 6e4, dtype=torch.float16), torch.full((9,), 3e38)], exact).finite
+    assert _seen("a", [torch.ones(3, dtype=torch.int64), torch.ones(0), torch.ones(3) > 0], exact).finite
+
+
+def test_a_digest_makes_no_second_copy_of_an_output():
+    output = (torch.rand(16, 4, 64, 32, 32) < 0.2).float()
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
+                sizes.append(made.numel() * made.itemsize)
+            return made
+
+    with Sizes():
+        digest(output)
+    assert max(sizes) <= 1 << 20  # pieces that stay in the cache

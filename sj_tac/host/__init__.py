@@ -56,9 +56,6 @@ from sj_tac.host.state import (
     forget_reset_cache as forget_reset_cache,
 )
 from sj_tac.host.state import (
-    has_user_hooks as has_user_hooks,
-)
-from sj_tac.host.state import (
     is_at_rest as is_at_rest,
 )
 from sj_tac.host.state import (
@@ -93,6 +90,9 @@ from sj_tac.host.types import (
 )
 from sj_tac.host.types import (
     CONVS as CONVS,
+)
+from sj_tac.host.types import (
+    DROPOUTS as DROPOUTS,
 )
 from sj_tac.host.types import (
     FUSED_POOLS as FUSED_POOLS,

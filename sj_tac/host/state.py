@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from spikingjelly.activation_based import base, functional
 from torch import Tensor, nn
 
 from sj_tac.host.neurons import resting_voltage
 from sj_tac.host.types import IS_V2
-
-
-def has_user_hooks(module: nn.Module) -> bool:
-    """True where a forward hook or pre-hook watches the module, other than sj_tac's own."""
-    if not module._forward_hooks and not module._forward_pre_hooks:
-        return False
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not getattr(hook, "of_sj_tac", False) for hook in hooks)
 
 
 def take_state(node: Any, frames: Tensor) -> Tensor:
@@ -98,30 +93,114 @@ def _own(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
     return OrderedDict((key, hook) for key, hook in hooks.items() if getattr(hook, "of_sj_tac", False))
 
 
+class _Kept:
+    """What a model holds, so that it can be put back after a forward that may write anything, even torch.fx's proxies.
+
+    Kept are the attributes of every module (registered, or in an attribute), the contents of lists, dicts, sets and deques
+    in them, however nested, and the values of tensors that are no parameters. Objects of other classes are not looked into.
+    """
+
+    def __init__(self, model: nn.Module, but: Iterable[Any]) -> None:
+        """``but``: tensors whose values need no keeping."""
+        self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self.others: list[tuple[Any, list[Any]]] = []
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+        seen = {id(item) for item in but}
+        # A loop, not a recursion: nets may be nested deeper than Python's stack.
+        waiting: list[Any] = [model]
+        while waiting:
+            item = waiting.pop()
+            kind = type(item)  # not isinstance: an object may answer for its __class__ as it likes
+            if not issubclass(kind, _LOOKED_INTO) or id(item) in seen:
+                continue
+            seen.add(id(item))
+            if issubclass(kind, (nn.Module, dict)):
+                held = item if issubclass(kind, dict) else vars(item)
+                self.dicts.append((held, dict(held)))
+                waiting += held.values()
+            elif issubclass(kind, Tensor):
+                if kind is Tensor and item.layout == torch.strided and not (item.is_meta or item.is_quantized):
+                    self.tensors.append((item, item.detach().clone()))
+            else:
+                waiting += item
+                if not issubclass(kind, (tuple, frozenset)):
+                    self.others.append((item, list(item)))
+
+    def put_back(self) -> None:
+        """Make everything what it was, in place; what has not changed is not written to."""
+        for held, before in self.dicts:
+            if not (_are(held, before) and _are(held.values(), before.values())):
+                base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+                base.clear(held)
+                base.update(held, before)
+        for item, contents in self.others:
+            if not _are(item, contents):
+                item.clear()
+                (item.update if isinstance(item, set) else item.extend)(contents)
+        for tensor, value in self.tensors:
+            if tensor.shape != value.shape or tensor.dtype != value.dtype:
+                tensor.data = value
+            elif not _same_bits(tensor.detach(), value):
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.detach().copy_(value)
+
+
+_LOOKED_INTO = (nn.Module, dict, list, tuple, set, frozenset, deque, Tensor)
+
+
+def _are(items: Collection[Any], others: Collection[Any]) -> bool:
+    """True where both hold the same objects in the same order."""
+    return len(items) == len(others) and all(a is b for a, b in zip(items, others, strict=True))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """True where no bit differs: NaN is equal to itself, zero not to its negative."""
+    first, second = (t.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for t in (a, b))
+    return torch.equal(first, second)
+
+
+@contextlib.contextmanager
+def _stack_for(model: nn.Module) -> Iterator[None]:
+    """Room on Python's stack for a deeply nested net: tracing makes some ten calls where the net itself makes three."""
+    depth = min(2000, max(name.count(".") for name, _ in model.named_modules()))
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 15 * depth)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
 @contextlib.contextmanager
 def looked_at(model: nn.Module) -> Iterator[None]:
-    """Run the model without leaving a trace on it: eval mode, no gradients, the user's hooks silent, state put back."""
+    """Run the model without leaving a trace on it: eval mode, no gradients, the user's hooks silent, everything put back.
+
+    Put back are all modules' attributes, the contents of containers in them, buffers, memories, and the random numbers of
+    Python, numpy and torch. Not put back: values of parameters and, where a caller trains them, BatchNorm statistics.
+    """
     modules = list(model.modules())
-    training = [m.training for m in modules]
-    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in modules]
-    memories = [(m, dict(m._memories), getattr(m, "v_seq", None)) for m in modules if isinstance(m, base.MemoryModule)]
+    memories = [(m._memories, dict(m._memories)) for m in modules if isinstance(m, base.MemoryModule)]
+    # In eval mode no forward writes a BatchNorm's statistics; who re-estimates them under this look means to keep them.
+    statistics = [b for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) for b in m._buffers.values()]
+    kept = _Kept(model, [*statistics, *(v for _, held in memories for v in held.values())])
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), _stack_for(model):
         try:
-            for module, (forward, before) in zip(modules, hooks, strict=True):
-                module.__dict__["_forward_hooks"] = _own(forward)
-                module.__dict__["_forward_pre_hooks"] = _own(before)
+            for module in modules:
+                module.__dict__["_forward_hooks"] = _own(module._forward_hooks)
+                module.__dict__["_forward_pre_hooks"] = _own(module._forward_pre_hooks)
             model.eval()
-            for module, held, _ in memories:
+            for now, held in memories:
                 # Clones: a neuron may write into its voltage, and what is put back must be what was there.
-                module._memories.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in held.items()})
+                now.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in held.items()})
             yield
         finally:
-            for module, was_training, (forward, before) in zip(modules, training, hooks, strict=True):
-                module.training = was_training
-                module.__dict__["_forward_hooks"] = forward
-                module.__dict__["_forward_pre_hooks"] = before
-            for module, held, v_seq in memories:
-                module._memories.update(held)
-                if hasattr(module, "v_seq"):
-                    module.v_seq = v_seq
+            try:
+                kept.put_back()
+            except BaseException:  # a second Ctrl-C: what is half done would be worse than late
+                kept.put_back()
+                raise
+            finally:
+                random.setstate(numbers[0])
+                np.random.set_state(numbers[1])

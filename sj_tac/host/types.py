@@ -59,6 +59,7 @@ POOLS: tuple[type[nn.Module], ...] = (
     nn.AvgPool2d,
 )
 FUSED_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d, layer.AvgPool2d)
+DROPOUTS: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d)
 # What a weighted sum of frames may pass through, because it treats all frames alike and is linear in them.
 LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *AVG_POOLS, layer.Flatten, nn.Identity)
 # What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.

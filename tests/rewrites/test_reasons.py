@@ -94,7 +94,7 @@ CASES = {
 }  # fmt: skip
 POLICIES = {
     Reason.POLICY_KEEP: {"rules": [{"match": "front.*", "mode": "keep"}]},
-    Reason.COLLAPSE_BRANCHED: {"rules": [{"match": "front.*", "mode": "collapse"}]},
+    Reason.COLLAPSE_BRANCHED: {"rules": [{"match": "front.*", "mode": "collapse", "spikes": "binary"}]},
     Reason.COLLAPSE_POOL: {"rules": [{"match": "front.*", "mode": "collapse"}]},
 }
 
