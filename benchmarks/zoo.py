@@ -30,7 +30,9 @@ import sj_tac
 from benchmarks import zoo_nets
 from benchmarks.measure import RESULTS
 from benchmarks.nets import wake
-from sj_tac.runtime.fusion import Fusion
+from rewrites.chains import Chain
+from sj_tac.runtime.neurons import UnitModule
+from sj_tac.runtime.values import Shared
 from sj_tac.support import machine
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
@@ -72,27 +74,34 @@ def attempt(row: Row, what: str, action: Callable[[], Any]) -> Any:
 def count_flips(source: nn.Module, fast: nn.Module, x: Tensor) -> tuple[int, int]:
     """Spikes of a fused net at k=1 that differ from the host's own on the very same drives, and spikes in all."""
     names = {module: name for name, module in fast.named_modules()}
+    norms = {c.neuron: c.norm for c in fast._sj_tac.plan.chains.values() if isinstance(c, Chain)}
     flips = total = 0
-    fire = Fusion.fire
+    step = UnitModule.multi_step_forward
 
-    def compared(unit: Fusion, drives: Tensor) -> Tensor:
+    def compared(unit: UnitModule, drives: Tensor) -> Tensor:
         nonlocal flips, total
-        chain = [unit.norm if unit.absorbs_norm else None, unit.node, unit.pool]
-        modules = [copy.deepcopy(source.get_submodule(names[m])) for m in chain if m is not None]
-        functional.reset_net(nn.ModuleList(modules))
-        y = drives + 0
-        for module in modules:
-            y = module(y)
-        got = fire(unit, drives)
-        flips, total = flips + int((got != y).sum()), total + got.numel()
+        name = names[unit]
+        node = copy.deepcopy(source.get_submodule(name))
+        functional.reset_net(node)
+        y = drives
+        if isinstance(drives, Shared):
+            expression = drives.expression
+            y = expression.compact
+            if expression.affine is not None:
+                y = source.get_submodule(norms[name])(y)
+            if expression.residual is not None:
+                y = y + expression.residual.make()
+        expected = node(y + 0)
+        got = step(unit, drives)
+        flips, total = flips + int((got != expected).sum()), total + expected.numel()
         return got
 
-    Fusion.fire = compared
+    UnitModule.multi_step_forward = compared
     try:
         functional.reset_net(fast)
         fast(x)
     finally:
-        Fusion.fire = fire
+        UnitModule.multi_step_forward = step
     return flips, total
 
 
@@ -157,7 +166,7 @@ def examine(name: str, rounds: int) -> Row:
         nets[policy] = fast
         report = sj_tac.report(fast)
         if policy == "preserve":
-            sampled = fast._sj_tac.analysis.sampled
+            sampled = fast._sj_tac.plan.sampled
             row.traced = "with a sample" if sampled else "on symbols"
             row.converted = len(report.converted)
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.utils import parametrize
 
-from rewrites.graph import CARRIES_DRIVES, Flow, Kind, Node, site_layer
+from rewrites.graph import CARRIES_DRIVES, Graph, Kind, Node, site_layer
 from sj_tac import host
 from sj_tac.verdicts import Reason, Refusal
 
@@ -45,14 +45,14 @@ class Chain:
 
 
 def find_chains(
-    model: nn.Module, flow: Flow, closed: Mapping[str, str], linears: bool = False
+    model: nn.Module, graph: Graph, closed: Mapping[str, str], linears: bool = False
 ) -> dict[str, Chain | Refusal]:
     """A chain or the reason for none, for every conv among ``model.named_modules()``, in their order.
 
     Args:
         closed: modules that tracing could not look into, and why; linears: look at Linear layers too.
     """
-    finder = _Finder(model, flow, closed)
+    finder = _Finder(model, graph, closed)
     wanted = [n for n, m in model.named_modules() if host.is_conv(m) or (linears and isinstance(m, nn.Linear))]
     return {name: finder.look(name) for name in wanted}
 
@@ -71,10 +71,10 @@ class _Reach:
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, flow: Flow, closed: Mapping[str, str]) -> None:
-        self.flow, self.closed = flow, closed
+    def __init__(self, model: nn.Module, graph: Graph, closed: Mapping[str, str]) -> None:
+        self.graph, self.closed = graph, closed
         self.modules = dict(model.named_modules())
-        self.calls = flow.calls()
+        self.calls = graph.calls()
         self.known: dict[int, _Reach] = {}
 
     def look(self, name: str) -> Chain | Refusal:
@@ -83,7 +83,7 @@ class _Finder:
         if isinstance(site, Refusal):
             return site
         refusal = self.reject(conv, site)
-        return refusal or self.follow(name, self.flow.of(site))
+        return refusal or self.follow(name, self.graph.of(site))
 
     def site(self, name: str) -> str | Refusal:
         """The module that the graph calls for this conv."""
@@ -113,7 +113,7 @@ class _Finder:
             return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {type(conv).__module__}.{type(conv).__qualname__}")
         if not host.is_multi_step(self.modules[site]):
             return Refusal(Reason.NOT_MULTI_STEP, "it is in step_mode 's'")
-        if self.flow.of(site).kind is not Kind.SITE:
+        if self.graph.of(site).kind is not Kind.SITE:
             return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         return None
 
@@ -131,7 +131,7 @@ class _Finder:
         between: list[str] = []
         direct, node = True, site
         while True:
-            readers = self.flow.readers(node)
+            readers = self.graph.readers(node)
             if len(readers) != 1 or readers[0].kind in (Kind.SUM, Kind.SITE, Kind.RESHAPE) or readers[0].module is None:
                 direct = False
                 break
@@ -142,7 +142,7 @@ class _Finder:
                 norm = node.module
             elif type(self.modules[node.module or ""]) is not nn.Identity:
                 between.append(node.module or "")
-        neurons = tuple(str(self.flow.nodes[i].module) for i in reach.neurons)
+        neurons = tuple(str(self.graph.nodes[i].module) for i in reach.neurons)
         max_pool = reach.max_pool or self.inner_max_pool(site)
         return Chain(name, str(site.module), norm, tuple(between), neurons, direct, max_pool)
 
@@ -157,7 +157,7 @@ class _Finder:
 
     def refuse_norm(self, site: Node) -> Refusal | None:
         """What is wrong with the norm that follows, if one does."""
-        readers = [r for r in self.flow.readers(site) if r.module and host.is_norm(self.modules[r.module])]
+        readers = [r for r in self.graph.readers(site) if r.module and host.is_norm(self.modules[r.module])]
         for reader in readers:
             module = self.modules[str(reader.module)]
             if not host.is_multi_step(module):
@@ -178,13 +178,13 @@ class _Finder:
         if node.index in self.known:
             return self.known[node.index]
         # Deep nets: from the back to the front, so that nothing recurses further than one value.
-        for behind in reversed(self.flow.nodes[node.index :]):
+        for behind in reversed(self.graph.nodes[node.index :]):
             if behind.index not in self.known:
                 self.known[behind.index] = self.combine(behind)
         return self.known[node.index]
 
     def combine(self, node: Node) -> _Reach:
-        readers = self.flow.readers(node)
+        readers = self.graph.readers(node)
         found = [self.through(node, reader) for reader in readers]
         problems = [r.problem for r in found if r.problem is not None]
         if problems and len(problems) < len(found):

@@ -1,104 +1,101 @@
-"""Which neurons run as one operator with what is around them, and between which of them and which convs sums travel."""
+"""Decide which neurons run fused with what is around them, and which edges carry sums."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from rewrites.chains import Chain
-from rewrites.graph import CARRIES_SUMS, Flow, Kind, Node
-from rewrites.rates import Layout
+from rewrites.graph import CARRIES_SUMS, Graph, Kind, Node
+from rewrites.rates import DrivePlace, Layout
 from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.kernels import backends
 from sj_tac.kernels import fire as kernels
-from sj_tac.runtime.fusion import Fusion, Junction
-from sj_tac.runtime.places import FiringPlace, Place
-from sj_tac.runtime.swapped import source_class
-from sj_tac.runtime.swaps import Swap
+from sj_tac.runtime.swaps import source_class
 from sj_tac.verdicts import Refusal
 
 
-def fuse(model: nn.Module, layout: Layout, flow: Flow, chains: Mapping[str, Chain | Refusal], backend: str) -> None:
-    """Give every placed neuron of the layout its Fusion, and the pools it absorbs their place. Does not change the model.
+@dataclass(frozen=True)
+class FusedUnit:
+    """A neuron that runs as one operator: the pool it takes along, the kernel, why that is not the fastest."""
+
+    pool: str | None
+    kernel: str
+    slower: str
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What runs fused, by name of the neuron; where its sums go.
+
+    Attributes:
+        readers: for a neuron, the site that its sums are made for; through: Dropouts on the way.
+        unfused: of a conv whose neuron runs the host's own steps, why.
+    """
+
+    units: dict[str, FusedUnit] = field(default_factory=dict)
+    readers: dict[str, str] = field(default_factory=dict)
+    through: tuple[str, ...] = ()
+    unfused: dict[str, str] = field(default_factory=dict)
+
+
+def fuse(model: nn.Module, graph: Graph, chains: Mapping[str, Chain | Refusal], layout: Layout, backend: str) -> Fusion:
+    """What of a layout runs fused. Changes nothing.
 
     Raises:
         BackendError: ``backend`` is a name, and that kernel cannot run one of the chains.
     """
-    _Fuse(model, layout, flow, chains, backend).run()
+    return _Fuse(model, graph, chains, layout, backend).run()
 
 
 class _Fuse:
     def __init__(
-        self, model: nn.Module, layout: Layout, flow: Flow, chains: Mapping[str, Chain | Refusal], backend: str
+        self, model: nn.Module, graph: Graph, chains: Mapping[str, Chain | Refusal], layout: Layout, backend: str
     ) -> None:
-        self.layout, self.flow, self.backend = layout, flow, backend
+        self.layout, self.graph, self.backend = layout, graph, backend
         self.modules = dict(model.named_modules())
-        self.places = {swap.module: swap.place for swap in layout.swaps}
-        self.exits = {module for module, _ in layout.exits}
         self.chains = {c.site: c for c in chains.values() if isinstance(c, Chain) and c.conv in layout.drives}
-        # By the index of the value that a fusion makes: the neuron's, or its pool's.
-        self.writers: dict[int, Fusion] = {}
+        self.units: dict[str, FusedUnit] = {}
+        self.unfused: dict[str, str] = {}
+        # The neuron, by the index of the value that it makes: its own, or its pool's.
+        self.writers: dict[int, str] = {}
         self.parameter = next(model.parameters())
 
-    def run(self) -> None:
-        for node in self.flow.nodes:
-            place = self.places.get(self.modules[node.module]) if node.module is not None else None
-            if isinstance(place, FiringPlace):
-                self.neuron(node, place)
+    def run(self) -> Fusion:
+        for node in self.graph.nodes:
+            if node.kind is Kind.NEURON and node.module in self.layout.units:
+                self.neuron(node)
         for chain in self.chains.values():
-            drive = self.layout.drives[chain.conv]
-            drive.backend, drive.shares = self.backend, drive.span.is_plain
             self.check_named(chain.conv, chain.neuron)
-        self.junctions()
+        readers, through = self.edges()
+        return Fusion(self.units, readers, through, self.unfused)
 
-    def neuron(self, node: Node, place: FiringPlace) -> None:
+    def neuron(self, node: Node) -> None:
         name = str(node.module)
-        module = self.modules[name]
-        chain = next((c for c in self.chains.values() if c.neuron == name and self.is_direct(c)), None)
+        chain = next((c for c in self.chains.values() if c.neuron == name), None)
         behind = self.pool(node)
-        pool = self.modules[str(behind.module)] if behind is not None else None
-        if not place.emit_mean and (pool is None or pool not in self.places):
-            # The mean is taken at a MaxPool further on: this neuron stays as it is.
-            return
+        if self.layout.units[name].pools_later and (behind is None or behind.module not in self.layout.pools):
+            return  # the mean is taken at a MaxPool further on
+        pool = str(behind.module) if behind is not None else None
         # Any parameter of the conv: its weight is none where it is pruned or weight-normed.
         weight = next(self.modules[chain.conv].parameters()) if chain is not None else self.parameter
         try:
-            planned, slower = kernels.plan(self.backend, module, pool, weight)
+            kernel, slower = kernels.plan(self.backend, self.modules[name], self.modules[pool] if pool else None, weight)
         except BackendError:
             if name in self.layout.stretched:
                 return  # no converted layer: the named kernel is not asked of it
             raise
-        fusion = Fusion(place.timeline, module, pool, backend=self.backend, planned=planned, slower=slower)
-        if chain is not None:
-            fusion.site, fusion.norm = self.modules[chain.site], self.modules[chain.norm] if chain.norm else None
-            fusion.between = tuple(self.modules[n] for n in chain.between)
-        fusion.alone = len(self.flow.inputs(node)) == 1 and len(self.flow.inputs(node)[0].readers) == 1
-        if pool is not None and pool not in self.places:
-            self.places[pool] = Place(place.timeline, place.span)
-            self.layout.swaps.append(Swap(pool, self.places[pool]))
-        for part in fusion.modules():
-            if part in self.places:
-                self.places[part].fusion = fusion
-        self.writers[(behind or node).index] = fusion
-        self.layout.fusions[name] = fusion
-
-    def is_direct(self, chain: Chain) -> bool:
-        """Whether the drives of a chain come to its neuron as they are: not where frames come back on the way."""
-        before = [chain.site, *([chain.norm] if chain.norm else []), *chain.between]
-        return chain.direct and not any(self.modules[name] in self.exits for name in before)
+        self.units[name] = FusedUnit(pool, kernel, slower)
+        self.writers[(behind or node).index] = name
 
     def pool(self, node: Node) -> Node | None:
         """The pool that the neuron's spikes go to, and nothing else, where ``fire`` knows how to pool so."""
-        readers = self.flow.readers(node)
-        if (
-            len(readers) != 1
-            or readers[0].module is None
-            or not readers[0].once
-            or self.modules[str(node.module)] in self.exits
-        ):
+        readers = self.graph.readers(node)
+        if len(readers) != 1 or readers[0].module is None or not readers[0].once:
             return None
         pool = self.modules[readers[0].module]
         known = source_class(pool) in host.FUSED_POOLS and readers[0].kind in (Kind.MAX_POOL, Kind.LINEAR)
@@ -106,71 +103,66 @@ class _Fuse:
 
     def check_named(self, name: str, neuron: str) -> None:
         """A converted chain whose neuron stays as it is. Raises BackendError where a compiled kernel was named."""
-        if neuron in self.layout.fusions:
+        if neuron in self.units:
             return
-        self.layout.unfused[name] = "its MaxPool does not follow the neuron directly"
+        self.unfused[name] = "its MaxPool does not follow the neuron directly"
         if self.backend in backends.COMPILED:
             raise BackendError(
-                f"backend={self.backend!r}: layer {name!r} cannot run as one operator: {self.layout.unfused[name]}; use "
+                f"backend={self.backend!r}: layer {name!r} cannot run as one operator: {self.unfused[name]}; use "
                 'backend="auto", which runs it unfused, or mode: preserve for this layer'
             )
 
-    def junctions(self) -> None:
+    def edges(self) -> tuple[dict[str, str], tuple[str, ...]]:
+        """The site that each neuron makes sums for, and the Dropouts that these sums pass."""
+        readers: dict[str, str] = {}
+        through: list[str] = []
         seen: set[int] = set()
         for index in self.writers:
-            if index not in seen:
-                junction = self.junction(index, seen)
-                if junction is not None:
-                    self.layout.timeline.junctions.append(junction)
+            if index in seen:
+                continue
+            values, sites, fits = self.connected(index)
+            seen |= values
+            if not fits or not sites or not self.agree(sites):
+                continue
+            readers |= {self.writers[i]: sites[0].site for i in sorted(values & self.writers.keys())}
+            between = [str(self.graph.nodes[i].module) for i in sorted(values - self.writers.keys())]
+            through += [n for n in between if n in self.modules and source_class(self.modules[n]) in host.DROPOUTS]
+        return readers, tuple(through)
 
-    def junction(self, start: int, seen: set[int]) -> Junction | None:
-        """All values that must travel in one form with the one at ``start``, as a junction where that may be sums."""
+    def connected(self, start: int) -> tuple[set[int], list[Chain], bool]:
+        """All values that must travel in one form with the one at ``start``, who reads them, and whether all can do sums."""
         ahead, values, sites, fits = [start], {start}, [], True
         while ahead:
-            node = self.flow.nodes[ahead.pop()]
+            node = self.graph.nodes[ahead.pop()]
             # Among what a sum is made of may be neurons; among the readers are the convs, or further sums.
-            beside = [] if node.index in self.writers else self.flow.inputs(node)
+            beside = [] if node.index in self.writers else self.graph.inputs(node)
             bad = [n for n in beside if n.index not in self.writers and n.kind not in CARRIES_SUMS]
-            for reader in self.flow.readers(node):
+            for reader in self.graph.readers(node):
                 if reader.module in self.chains:
                     sites.append(self.chains[reader.module])
                 elif reader.kind in CARRIES_SUMS and reader.index not in self.writers:
                     beside.append(reader)
                 else:
                     bad.append(reader)
-            fits = fits and not bad and self.may_carry(node)
+            fits = fits and not bad and (node.index in self.writers or node.once)
             fresh = {n.index for n in beside if n not in bad} - values
             values |= fresh
             ahead += fresh
-        seen |= values
-        if not fits or not sites or not self.agree(sites):
-            return None
-        writers = [self.writers[i] for i in sorted(values & self.writers.keys())]
-        between = [self.flow.nodes[i].module for i in sorted(values - self.writers.keys())]
-        via = tuple(self.modules[name] for name in between if name is not None)
-        junction = Junction(writers, [self.modules[c.site] for c in sites], via)
-        for writer in writers:
-            writer.junction = junction
-        for chain in sites:
-            self.layout.drives[chain.conv].junction = junction
-        return junction
-
-    def may_carry(self, node: Node) -> bool:
-        """False where frames come back behind this value, or where its module has no single place."""
-        if node.index in self.writers:
-            return not self.exits.intersection(self.writers[node.index].modules())
-        return node.once and (node.module is None or self.modules[node.module] not in self.exits)
+        return values, sites, fits
 
     def agree(self, sites: list[Chain]) -> bool:
         """Whether the convs want the same groups with the same weights, and anything but single frames."""
-        drives = [self.layout.drives[c.conv] for c in sites]
-        first = drives[0]
-        if first.frames == 1:
+        places = [self.layout.drives[c.conv] for c in sites]
+        if all(p.frames == 1 for p in places):
             return False
-        if len(drives) == 1:
+        if len(places) == 1:
             return True
-        same = all(
-            (d.k, d.weights, d.normalize, d.span) == (first.k, first.weights, first.normalize, first.span) for d in drives
-        )
-        learns = first.weights == "learned" or any(isinstance(d.node, host.neuron.ParametricLIFNode) for d in drives)
-        return same and not learns and len({host.decay(d.node, torch.float64) for d in drives}) == 1
+        first = places[0]
+        same = all((_wants(p), p.span) == (_wants(first), first.span) for p in places)
+        nodes = [self.modules[p.neuron] for p in places]
+        learns = first.settings.weights == "learned" or any(isinstance(n, host.neuron.ParametricLIFNode) for n in nodes)
+        return same and not learns and len({host.decay(n, torch.float64) for n in nodes}) == 1
+
+
+def _wants(place: DrivePlace) -> tuple[int, str, bool]:
+    return place.settings.k, place.settings.weights, place.settings.normalize

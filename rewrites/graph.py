@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
@@ -22,6 +23,8 @@ _SUMS = {operator.add, operator.iadd, operator.sub, operator.isub, torch.add, to
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _SCALINGS = {operator.mul, operator.imul, operator.truediv, operator.itruediv, torch.mul, torch.div, "mul", "mul_", "div"}
 _COPIES = {"contiguous", "clone", "detach", operator.pos, operator.neg, torch.neg}
+_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_"}
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 _RESHAPES = {torch.reshape, "reshape", "view", torch.flatten, "flatten", "unflatten", "squeeze", "unsqueeze"}
 _QUERIES = {"shape", "ndim", "dtype", "device", "is_cuda"}
 _ASKING = {"size", "dim", "numel", "is_contiguous", "stride"}
@@ -39,15 +42,16 @@ class Kind(StrEnum):
     SUM = "sum"  # of values, or their concatenation: a weighted sum of frames may pass where it passes all of them
     LINEAR = "linear"  # weighted sums of frames may pass
     AFFINE = "affine"  # weighted sums may pass where the weights sum to 1
+    WRITTEN = "written"  # in place by a number: affine, but frames are made to write into
     RESHAPE = "reshape"  # linear, but it may have T written into it
     ALIKE = "alike"  # every frame is treated alike, but not linearly
     FIXED = "fixed"  # whatever it does, it needs the frames of the input
 
 
 # Through these a drive that is shared by several frames may reach a neuron and still be that neuron's own, weighted drive.
-CARRIES_DRIVES = {Kind.SITE, Kind.NORM, Kind.SUM, Kind.LINEAR, Kind.AFFINE, Kind.RESHAPE}
+CARRIES_DRIVES = {Kind.SITE, Kind.NORM, Kind.SUM, Kind.LINEAR, Kind.AFFINE, Kind.WRITTEN, Kind.RESHAPE}
 # Frames that stand for several steps may pass through these.
-CARRIES_SPANS = CARRIES_DRIVES - {Kind.RESHAPE} | {Kind.MAX_POOL, Kind.ALIKE}
+CARRIES_SPANS = CARRIES_DRIVES - {Kind.RESHAPE, Kind.WRITTEN} | {Kind.MAX_POOL, Kind.ALIKE}
 # Weighted sums of frames may pass through these, whatever the weights sum to.
 CARRIES_SUMS = {Kind.SUM, Kind.LINEAR}
 
@@ -72,7 +76,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Flow:
+class Graph:
     """The values of a model's forward in the order they are made."""
 
     nodes: tuple[Node, ...]
@@ -95,8 +99,8 @@ class Flow:
         return Counter(n.module for n in self.nodes if n.module is not None)
 
 
-def read(model: nn.Module, graph: fx.Graph) -> Flow:
-    """The flow of a traced model. Changes nothing."""
+def read(model: nn.Module, graph: fx.Graph) -> Graph:
+    """The graph of a traced model. Changes nothing."""
     names = {module: name for name, module in model.named_modules()}
     data = _data_nodes(graph)
     index = {node: i for i, node in enumerate(data)}
@@ -118,7 +122,18 @@ def read(model: nn.Module, graph: fx.Graph) -> Flow:
                 readers,
             )
         )
-    return Flow(tuple(nodes))
+    return Graph(tuple(nodes))
+
+
+def straight(model: nn.Module, names: list[str]) -> Graph:
+    """The graph of children that are called one after the other."""
+    kinds = [module_kind(model.get_submodule(name)) for name in names]
+    nodes = [Node(0, Kind.INPUT, None, True, "the input", (), (1,))]
+    for i, (name, kind) in enumerate(zip(names, kinds, strict=True), start=1):
+        label = f"{name!r} ({type(model.get_submodule(name)).__name__})"
+        nodes.append(Node(i, kind, name, True, label, (i - 1,), (i + 1,)))
+    last = len(nodes)
+    return Graph((*nodes, Node(last, Kind.OUTPUT, None, True, "the output", (last - 1,), ())))
 
 
 def _data_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -203,18 +218,22 @@ def _function_kind(node: fx.Node, inputs: int) -> Kind:
     if target in _SUMS and (inputs == 2 or len(node.all_input_nodes) == 2):
         return Kind.SUM if inputs == 2 and not others and not node.kwargs else Kind.FIXED
     if target in _SUMS and inputs == 1 and all(isinstance(a, (int, float)) for a in others):
-        return Kind.AFFINE
+        return Kind.FIXED if node.kwargs else Kind.WRITTEN if target in _IN_PLACE else Kind.AFFINE
     if target in _CATS:
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-        return Kind.SUM if isinstance(dim, int) and (dim >= 1 or dim == -1) else Kind.FIXED
+        return Kind.SUM if isinstance(dim, int) and (dim >= 2 or dim == -1) else Kind.FIXED
     if inputs != 1 or len(node.all_input_nodes) != 1:
         return Kind.FIXED
     if target in _SCALINGS:
         # One number, beside the value and not in front of it; x * x has the same single input, and rounding is a keyword.
         number = len(others) == 1 and isinstance(others[0], (int, float)) and isinstance(node.args[0], fx.Node)
-        return Kind.LINEAR if number and not node.kwargs else Kind.FIXED
+        if not number or node.kwargs:
+            return Kind.FIXED
+        return Kind.WRITTEN if target in _IN_PLACE else Kind.LINEAR
     if target in _COPIES:
         return Kind.LINEAR
+    if target in _DROPOUTS:
+        return Kind.ALIKE
     return _shape_kind(node, others)
 
 

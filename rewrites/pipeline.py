@@ -11,12 +11,12 @@ from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap
 from rewrites import verify as verification
-from rewrites.plan import Analysis, analyse
+from rewrites.plan import Plan, analyse, report_on
 from rewrites.trace import as_arguments
 from sj_tac import host
 from sj_tac.errors import ConversionError, ModelTypeError
 from sj_tac.kernels import backends
-from sj_tac.runtime.swapped import is_swapped
+from sj_tac.runtime.swaps import is_swapped
 from sj_tac.verdicts import Reason, Report
 
 RECORD = "_sj_tac"
@@ -33,9 +33,9 @@ class Recalibrated:
 
 @dataclass
 class Record:
-    """What a converted model carries: its analysis, the hooks of its collapsed regions, what its policy was chosen by."""
+    """What a converted model carries: its plan, the hooks it was given, what its policy was chosen by."""
 
-    analysis: Analysis
+    plan: Plan
     handles: list[RemovableHandle]
     title: str
     evidence: Any = None
@@ -57,51 +57,48 @@ def convert_with(
     backend = backends.choose(backend, fuse)
     check_plain(model)
     target = model if inplace else deep_copy(model)
-    analysis = analyse(target, policy, k, example_input, backend, fuse)
-    if not analysis.layout.drives:
-        raise ConversionError(_no_chain(model, analysis))
+    plan = analyse(target, policy, k, example_input, backend, fuse)
+    if not plan.layout.drives:
+        raise ConversionError(_no_chain(model, plan))
     if not inplace:
         host.reset(target)
-    handles = swap.apply(target, analysis.layout)
+    handles = swap.apply(plan, target)
     try:
-        _verify(target, analysis, example_input)
+        _verify(target, plan, example_input)
     except BaseException:
         swap.undo(target, handles)
         raise
-    setattr(target, RECORD, Record(analysis, handles, type(model).__name__, evidence))
+    setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence))
     return target
 
 
-def _verify(target: nn.Module, analysis: Analysis, example_input: Any) -> None:
-    """Run the converted net once beside what was seen of its source, and forget the large part of that."""
-    if analysis.seen is None:
+def _verify(target: nn.Module, plan: Plan, example_input: Any) -> None:
+    """Run the converted net once beside what was seen of its source."""
+    if plan.seen is None:
         return
-    drives = analysis.layout.drives.values()
-    groups = any(analysis.settings[d.name].emit == "groups" for d in drives if d.mode == "collapse")
     device = next((p.device.type for p in target.parameters()), "cpu")
     verification.verify(
-        analysis.seen,
+        plan.seen,
         target,
         as_arguments(example_input),
-        exact=all(s.k == 1 for s in analysis.settings.values() if s.mode != "keep"),
-        any_rate=groups,
-        runs_here=analysis.backend != backends.CUPY or device == "cuda",
+        exact=all(s.k == 1 for s in plan.settings.values() if s.mode != "keep"),
+        any_rate=plan.layout.emits_groups,
+        runs_here=plan.backend != backends.CUPY or device == "cuda",
     )
-    analysis.seen = verification.Run(analysis.seen.macs, [], [])
 
 
 def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
     """The verdicts that ``convert`` would give, without converting; no chain is no error here. Raises as ``convert``."""
     check_plain(model)
     target = deep_copy(model)
-    analysis = analyse(target, policy, k, example_input, backends.choose("auto"), True)
-    return analysis.report(target, f"plan for {type(model).__name__}")
+    found = analyse(target, policy, k, example_input, backends.choose("auto"), True)
+    return report_on(found, target, f"plan for {type(model).__name__}")
 
 
 def report(converted: nn.Module) -> Report:
     """What became of every conv of a converted model. MACs show once it has seen an input. Raises ConversionError."""
     record = record_of(converted, "report")
-    return replace(record.analysis.report(converted, record.title), evidence=record.evidence)
+    return replace(report_on(record.plan, converted, record.title), evidence=record.evidence)
 
 
 def check_plain(model: Any) -> None:
@@ -144,8 +141,8 @@ def record_of(model: Any, action: str) -> Record:
     raise ConversionError(f"{action}: {type(model).__name__} is not a converted model; {hint}")
 
 
-def _no_chain(model: nn.Module, analysis: Analysis) -> str:
-    verdicts = analysis.report(model, "").verdicts
+def _no_chain(model: nn.Module, found: Plan) -> str:
+    verdicts = report_on(found, model, "").verdicts
     if not verdicts:
         return f"{type(model).__name__} has no convolution; sj_tac converts Conv2d -> [BatchNorm2d] -> neuron chains"
     if all(v.reason == Reason.NOT_MULTI_STEP for v in verdicts):

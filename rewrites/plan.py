@@ -1,9 +1,9 @@
-"""What was found out about a model under a policy, and how a report says it."""
+"""What is to become of a model under a policy, by name alone; and what a report says of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,106 +11,61 @@ from torch import nn
 
 from rewrites import verify as verification
 from rewrites.chains import Chain, find_chains
-from rewrites.fuse import fuse as fuse_chains
-from rewrites.graph import Flow, read
+from rewrites.fuse import Fusion, fuse
+from rewrites.graph import Graph, read
 from rewrites.rates import Layout, lay_out
 from rewrites.trace import as_arguments, trace
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends
 from sj_tac.policy import Rule, Settings, as_policy
-from sj_tac.runtime.spans import Timeline
+from sj_tac.runtime.borders import PLAIN, Span
+from sj_tac.runtime.drives import Drive, DriveModule
+from sj_tac.runtime.neurons import Unit
 from sj_tac.verdicts import Reason, Refusal, Report, Verdict
 
 
-@dataclass
-class Analysis:
-    """What was found out about a model, under a policy; nothing has been changed yet."""
+@dataclass(frozen=True)
+class Plan:
+    """What is to become of a model. It holds names and settings, no module: it can be kept, and made again for another k.
+
+    Attributes:
+        seen: a run of the source on the example input, or None; sampled: a real sample ran beside the trace's symbols.
+        backend, fused: as the arguments of ``convert``.
+    """
 
     chains: dict[str, Chain | Refusal]
     settings: dict[str, Settings]
-    flow: Flow
+    graph: Graph
     sampled: bool
     seen: verification.Run | None
     backend: str
     fused: bool
     layout: Layout
+    fusion: Fusion
 
     @property
     def macs(self) -> dict[str, tuple[int, int]]:
         return {} if self.seen is None else self.seen.macs
 
-    def lay_out(self, model: nn.Module, settings: dict[str, Settings]) -> Layout:
-        """The layout of ``model`` under other settings. Changes nothing."""
-        layout = lay_out(model, self.flow, self.chains, settings)
-        if self.fused:
-            fuse_chains(model, layout, self.flow, self.chains, self.backend)
-        return layout
+    def under(self, model: nn.Module, settings: dict[str, Settings], entry: Span = PLAIN) -> Plan:
+        """The plan of ``model`` under other settings; ``entry``: what a frame of its input stands for. Changes nothing."""
+        layout = lay_out(model, self.graph, self.chains, settings, entry)
+        fusion = fuse(model, self.graph, self.chains, layout, self.backend) if self.fused else Fusion()
+        return replace(self, settings=settings, layout=layout, fusion=fusion)
 
-    def report(self, model: nn.Module, title: str) -> Report:
-        verdicts = []
-        stretched = dict(self.layout.stretched)
-        for name, _ in model.named_modules():
-            if name in self.chains:
-                stretched.pop(name, None)
-                verdicts.append(self.verdict(name, model))
-            elif name in stretched:
-                span = stretched.pop(name)
-                detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"
-                if span.stretch == 1:
-                    detail = "runs one step on every frame behind a binary collapse"
-                kernel, _ = self.kernel(name, name)
-                verdicts.append(Verdict(name, "stretched", k=span.stretch, kernel=kernel, detail=detail))
-        return Report(tuple(verdicts), title)
-
-    def kernel(self, name: str, neuron: str) -> tuple[str, str]:
-        """What ran in the last call, or will run: a kernel and what keeps the chain from a faster one."""
-        fusion = self.layout.fusions.get(neuron)
-        if fusion is None:
-            why = self.layout.unfused.get(name, "")
-            return "reference", f"not fused: {why}" if why else ""
-        if fusion.ran and fusion.ran not in backends.AVAILABLE:
-            return "reference", f"not fused in the last call: {fusion.ran}"
-        slower = fusion.slower
-        if slower and fusion.ran in backends.COMPILED:
-            slower = f"in training it runs on reference: {slower}"
-        return f"{fusion.ran or fusion.planned}, fused", slower
-
-    def caveats(self, chain: Chain, model: nn.Module) -> list[str]:
-        """Where a shared drive is less than it could be."""
-        found = []
-        if chain.max_pool:
-            found.append(f"approximate: {chain.max_pool!r} takes the largest of shared drives")
-        with torch.no_grad():
-            decays = {round(float(host.decay(model.get_submodule(n), torch.float64)), 12) for n in chain.neurons}
-        if len(decays) > 1:
-            found.append(f"its drive reaches {len(chain.neurons)} neurons of different decay; weighted for {chain.neuron!r}")
-        return found
-
-    def verdict(self, name: str, model: nn.Module) -> Verdict:
-        chain, drive = self.chains[name], self.layout.drives.get(name)
-        seen = drive.seen if drive is not None and drive.seen else self.macs.get(name)
-        before = seen[0] * seen[1] if seen else None
-        if drive is not None and isinstance(chain, Chain):
-            after = len(drive.groups(seen[0])) * seen[1] if seen else None
-            kernel, slower = self.kernel(name, chain.neuron)
-            why = "; ".join([*self.caveats(chain, model), *([slower] if slower else [])])
-            return Verdict(name, "converted", drive.mode, drive.k, kernel, None, why, "", before, after)
-        if name in self.layout.stretched:
-            span = self.layout.stretched[name]
-            after = len(span.lengths(seen[0])) * seen[1] if seen else None
-            detail = f"kept by the policy, at the rate of a collapse before it: a frame stands for {span.factor} frames"
-            return Verdict(name, "stretched", k=span.stretch, detail=detail, macs_before=before, macs_after=after)
-        refusal = self.layout.refused.get(name) or (chain if isinstance(chain, Refusal) else Refusal(Reason.POLICY_KEEP))
-        return Verdict.refuse(name, refusal, macs_before=before, macs_after=before)
+    def without_runs(self) -> Plan:
+        """The plan without the large part of what was seen of the source."""
+        seen = None if self.seen is None else verification.Run(self.seen.macs, [], [])
+        return replace(self, seen=seen)
 
 
-def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fuse: bool) -> Analysis:
-    """Trace, find chains, apply the policy, lay out time. Changes nothing in ``model``."""
+def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fused: bool) -> Plan:
+    """Trace, find chains, apply the policy, lay out time, fuse. Changes nothing in ``model``."""
     checked = as_policy(policy, k)
     traced = trace(model, example_input)
-    flow = read(model, traced.graph)
-    chains = find_chains(model, flow, traced.closed, "linear" in checked.layers)
+    graph = read(model, traced.graph)
+    chains = find_chains(model, graph, traced.closed, "linear" in checked.layers)
     resolved = checked.resolve(list(chains))
     if "conv" not in checked.layers:
         convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
@@ -119,10 +74,10 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
     sites = {chain.conv: chain.site for chain in chains.values() if isinstance(chain, Chain)}
     exact = all(s.k == 1 for s in settings.values() if s.mode != "keep")
     seen = None if example_input is None else _run_source(model, as_arguments(example_input), sites, exact)
-    analysis = Analysis(chains, settings, flow, traced.sampled, seen, backend, fuse, Layout(Timeline()))
-    analysis.layout = analysis.lay_out(model, settings)
-    _check_exact_rules(resolved, chains, analysis.layout, checked._source)
-    return analysis
+    empty = Plan(chains, settings, graph, traced.sampled, seen, backend, fused, Layout(), Fusion())
+    plan = empty.under(model, settings)
+    _check_exact_rules(resolved, chains, plan.layout, checked._source)
+    return plan
 
 
 def _run_source(model: nn.Module, arguments: tuple[Any, ...], sites: Mapping[str, str], exact: bool) -> verification.Run:
@@ -149,3 +104,105 @@ def _check_exact_rules(
             f"{source}, rule for {name!r}: mode {settings.mode!r} is impossible there, {verdict.reason}: "
             f"{verdict.detail}. {verdict.hint[:1].upper() + verdict.hint[1:]}, or set mode: keep"
         )
+
+
+def report_on(plan: Plan, model: nn.Module, title: str) -> Report:
+    """The verdicts of a plan for ``model``, with what its last call did where it is converted already."""
+    return _Reporter(plan, model).report(title)
+
+
+class _Reporter:
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        self.plan, self.layout, self.model = plan, plan.layout, model
+        self.modules = dict(model.named_modules())
+
+    def role(self, name: str) -> Any:
+        """What the module has become, where it is converted."""
+        return self.modules[name].__dict__.get("_tac") if name in self.modules else None
+
+    def report(self, title: str) -> Report:
+        verdicts = []
+        stretched = dict(self.layout.stretched)
+        for name in self.modules:
+            if name in self.plan.chains:
+                stretched.pop(name, None)
+                verdicts.append(self.verdict(name))
+            elif name in stretched:
+                verdicts.append(self.stretched(name, stretched.pop(name)))
+        return Report(tuple(verdicts), title)
+
+    def stretched(self, name: str, span: Span) -> Verdict:
+        detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"
+        if span.stretch == 1:
+            detail = "runs one step on every frame behind a binary collapse"
+        kernel, _ = self.kernel(name, name)
+        return Verdict(name, "stretched", k=span.stretch, kernel=kernel, detail=detail)
+
+    def kernel(self, name: str, neuron: str) -> tuple[str, str]:
+        """What ran in the last call, or will run: a kernel and what keeps the chain from a faster one."""
+        fused, unit = self.plan.fusion.units.get(neuron), self.role(neuron)
+        if fused is None:
+            why = self.plan.fusion.unfused.get(name, "")
+            return "reference", f"not fused: {why}" if why else ""
+        ran = unit.ran if isinstance(unit, Unit) else ""
+        if isinstance(unit, Unit) and unit.gave == "plain":
+            why = ran if ran not in backends.AVAILABLE else "frames were ordinary at every module's border"
+            return "reference", f"not fused in the last call: {why}"
+        slower = fused.slower
+        if slower and ran in backends.COMPILED:
+            slower = f"in training it runs on reference: {slower}"
+        return f"{ran or fused.kernel}, fused", slower
+
+    def caveats(self, chain: Chain) -> list[str]:
+        """Where a shared drive is less than it could be."""
+        found = []
+        if chain.max_pool:
+            found.append(f"approximate: {chain.max_pool!r} takes the largest of shared drives")
+        if chain.conv in self.layout.early:
+            found.append(self.layout.early[chain.conv])
+        with torch.no_grad():
+            nodes = [self.modules[n] for n in chain.neurons if n in self.modules]
+            decays = {round(float(host.decay(n, torch.float64)), 12) for n in nodes}
+        if len(decays) > 1:
+            found.append(f"its drive reaches {len(chain.neurons)} neurons of different decay; weighted for {chain.neuron!r}")
+        return found
+
+    def verdict(self, name: str) -> Verdict:
+        chain, place = self.plan.chains[name], self.layout.drives.get(name)
+        drive = self.role(place.site) if place is not None else None
+        site: Any = self.modules.get(place.site) if place is not None else None
+        seen = (site.macs() if isinstance(site, DriveModule) else None) or self.plan.macs.get(name)
+        before = seen[0] * seen[1] if seen else None
+        if place is not None and isinstance(chain, Chain):
+            kernel, slower = self.kernel(name, chain.neuron)
+            why = "; ".join([*self.caveats(chain), *([slower] if slower else [])])
+            made = drive if isinstance(drive, Drive) else None
+            unit = self.role(chain.neuron)
+            return Verdict(
+                name, "converted", place.settings.mode, place.settings.k, kernel, None, why, "", before,
+                _groups(place.span, place.settings.k, seen[0]) * seen[1] if seen else None,
+                reads=self.reads(place.site, place.span), last_read=made.ran if made else "",
+                last_gave=unit.gave if isinstance(unit, Unit) else "",
+                frames_made={**(made.made if made else {}), **(unit.made if isinstance(unit, Unit) else {})},
+            )  # fmt: skip
+        if name in self.layout.stretched:
+            span = self.layout.stretched[name]
+            after = len(span.lengths(seen[0])) * seen[1] if seen else None
+            detail = f"kept by the policy, at the rate of a collapse before it: a frame stands for {span.factor} frames"
+            return Verdict(name, "stretched", k=span.stretch, detail=detail, macs_before=before, macs_after=after)
+        refusal = self.layout.refused.get(name) or (chain if isinstance(chain, Refusal) else Refusal(Reason.POLICY_KEEP))
+        return Verdict.refuse(name, refusal, macs_before=before, macs_after=before)
+
+    def reads(self, site: str, span: Span) -> str:
+        """What is planned to come to a conv."""
+        if not self.plan.fused:
+            return "plain"
+        if site in self.plan.fusion.readers.values():
+            return "sums"
+        return "frames" if span.factor == 1 else "shared"
+
+
+def _groups(span: Span, k: int, steps: int) -> int:
+    """Convolutions that ``steps`` frames of the input cost."""
+    frames = len(span.lengths(steps))
+    return -(-frames // max(1, k // span.stretch))

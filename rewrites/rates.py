@@ -1,147 +1,197 @@
-"""Where collapsed time begins, what runs at its rate, and where frames must come back.
+"""Where collapsed time begins, what runs at its rate, and where it ends.
 
-Every value gets its span: what one of its frames stands for. A collapse makes a region of frames that stand for several; it
-grows through whatever treats frames alike, neurons in it take all their steps on every frame, and it ends where a value is
-needed at the input's rate: at the output, before a module that T is built into, where it meets frames of another rate.
-The pass works on names only, so that ``set_k`` can run it again on a converted net without tracing.
+Every value gets its span: what the trace says that one of its frames stands for. A collapse makes a region of frames that
+stand for several; it grows through whatever treats frames alike, neurons in it take all their steps on every frame, and it
+ends where a value is read that needs ordinary frames: at the output, at a module that T is built into, where it meets frames
+of another rate. In a call, values know all this themselves; spans are for plain borders (runtime/borders.py), for ``k``
+and for the report. The pass works on names only, so that ``set_k`` can run it again on a converted net without tracing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from rewrites.chains import Chain
-from rewrites.graph import CARRIES_SPANS, CARRIES_SUMS, Flow, Kind, Node, site_layer
+from rewrites.graph import CARRIES_SPANS, CARRIES_SUMS, Graph, Kind, Node, site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
-from sj_tac.runtime.places import FiringPlace, NormPlace, Place
-from sj_tac.runtime.spans import PLAIN, Span, Timeline
-from sj_tac.runtime.swapped import source_class
-from sj_tac.runtime.swaps import Swap, drive_place
+from sj_tac.runtime.borders import PLAIN, Span
+from sj_tac.runtime.swaps import source_class
 from sj_tac.verdicts import Reason, Refusal
 
+# What may stand between a neuron and the pool where the mean of its steps is taken.
+_BEFORE_MEANS = (*host.MAX_POOLS, host.layer.AvgPool2d, host.layer.Dropout, host.layer.Dropout2d, nn.Identity)
 
-@dataclass
+
+@dataclass(frozen=True)
+class DrivePlace:
+    """A conv that is converted: the module that is swapped, its neuron, the span of the frames in front of it."""
+
+    site: str
+    neuron: str
+    span: Span
+    settings: Settings
+
+    @property
+    def frames(self) -> int:
+        """Frames in a whole group."""
+        return max(1, self.settings.k // self.span.stretch)
+
+    @property
+    def out(self) -> Span:
+        """The span of what it drives."""
+        if self.settings.mode == "preserve":
+            return self.span
+        return self.span.collapsed(max(self.settings.k, self.span.stretch), self.settings.spikes)
+
+
+@dataclass(frozen=True)
+class UnitPlace:
+    """A neuron of a converted net, as ``runtime.neurons.Unit`` names these."""
+
+    span: Span
+    merge: int = 1
+    normalize: bool = True
+    pools_later: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
-    """What ``swap`` is to do: every swap, the modules behind which frames come back, and the verdicts that follow."""
+    """What stands where on the time axis, all by qualified name.
 
-    timeline: Timeline
-    swaps: list[Swap] = field(default_factory=list)
-    exits: list[tuple[nn.Module, Place]] = field(default_factory=list)
-    drives: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        drives: by conv; units: by neuron; norms: the conv each belongs to, or itself; aggregated: norms that learn from
+            aggregated frames; pools: where the mean over a neuron's steps is taken; before: modules between such a neuron
+            and its pool, and Dropouts in a region; ends: modules that need ordinary frames.
+        refused: of a conv, why; stretched: what runs at the rate of a collapse without being converted.
+        early: of a conv, what ends its collapse before it reaches a neuron; emits_groups: the output keeps T / k frames.
+    """
+
+    drives: dict[str, DrivePlace] = field(default_factory=dict)
+    units: dict[str, UnitPlace] = field(default_factory=dict)
+    norms: dict[str, str] = field(default_factory=dict)
+    aggregated: frozenset[str] = frozenset()
+    pools: dict[str, Span] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
     refused: dict[str, Refusal] = field(default_factory=dict)
     stretched: dict[str, Span] = field(default_factory=dict)
-    # Of every neuron that was placed, what it runs as one operator with; of a conv whose neuron does not, why.
-    fusions: dict[str, Any] = field(default_factory=dict)
-    unfused: dict[str, str] = field(default_factory=dict)
+    early: dict[str, str] = field(default_factory=dict)
+    emits_groups: bool = False
 
 
-def lay_out(model: nn.Module, flow: Flow, chains: Mapping[str, Chain | Refusal], settings: Mapping[str, Settings]) -> Layout:
+def lay_out(
+    model: nn.Module,
+    graph: Graph,
+    chains: Mapping[str, Chain | Refusal],
+    settings: Mapping[str, Settings],
+    entry: Span = PLAIN,
+) -> Layout:
     """Places for all chains under ``settings``; what cannot be, in ``refused``. Changes nothing.
 
-    One value after another gets its span. Where one turns out to be needed at the input's rate, that is noted and the walk
-    begins again; each round notes something new, so it ends.
+    ``entry`` is what a frame of the input stands for.
+
+    One value after another gets its span. Where a chain turns out to be impossible the walk begins again without it.
     """
-    plain: dict[int, str] = {}
     refused = {
         name: Refusal(Reason.POOL_BEFORE_NEURON, f"{chain.max_pool!r} stands between it and the neuron")
         for name, chain in chains.items()
         if isinstance(chain, Chain) and chain.max_pool and not settings[name].approximate and settings[name].mode != "keep"
     }
     while True:
-        walk = _Walk(model, flow, chains, settings, plain, refused)
-        if walk.settled():
-            return walk.layout
+        walk = _Walk(model, graph, chains, settings, refused)
+        found = walk.run(entry)
+        if found is not None:
+            return found
+        refused = refused | walk.impossible
 
 
 class _Walk:
     def __init__(
         self,
         model: nn.Module,
-        flow: Flow,
+        graph: Graph,
         chains: Mapping[str, Chain | Refusal],
         settings: Mapping[str, Settings],
-        plain: dict[int, str],
-        refused: dict[str, Refusal],
+        refused: Mapping[str, Refusal],
     ) -> None:
-        self.flow, self.settings, self.plain = flow, settings, plain
+        self.graph, self.settings, self.refused = graph, settings, dict(refused)
         self.modules = dict(model.named_modules())
         known = [c for c in chains.values() if isinstance(c, Chain) and c.conv not in refused]
         self.chains = {c.site: c for c in known if settings[c.conv].mode != "keep"}
         self.kept = {c.site: c.conv for c in known if settings[c.conv].mode == "keep"}
-        self.layout = Layout(Timeline(), refused=refused)
+        self.drives: dict[str, DrivePlace] = {}
+        self.units: dict[str, UnitPlace] = {}
+        self.norms: dict[str, str] = {}
+        self.aggregated: set[str] = set()
+        self.ends: list[str] = []
+        self.stretched: dict[str, Span] = {}
+        self.early: dict[str, str] = {}
+        self.impossible: dict[str, Refusal] = {}
         self.spans: dict[int, Span] = {}
         # Collapses that a value stands behind and that no neuron has taken up yet.
         self.pending: dict[int, frozenset[str]] = {}
         # MaxPools where the mean over the steps of the neuron before is taken.
-        self.means: dict[int, int] = {}
-        self.again = False
+        self.means: dict[str, Span] = {}
+        self.before: list[str] = []
 
-    def settled(self) -> bool:
-        """Give every value its span; False where something was noted that changes others."""
-        for node in self.flow.nodes:
+    def run(self, entry: Span) -> Layout | None:
+        """Give every value its span; None where a chain turned out to be impossible."""
+        for node in self.graph.nodes:
             inputs = [i for i in node.inputs if i in self.spans]
-            self.pending[node.index] = frozenset().union(*(self.pending[i] for i in inputs))
+            pending: frozenset[str] = frozenset().union(*(self.pending[i] for i in inputs))
             spans = {self.spans[i] for i in inputs}
+            self.pending[node.index] = pending
             if len(spans) > 1:
-                self.end(inputs, f"{node.label} joins frames at different rates")
+                self.end(node, pending, f"{node.label} joins frames at different rates")
             else:
-                self.visit(node, next(iter(spans), PLAIN))
-            if self.again:
-                return False
-            self.come_back(node)
-            if self.again:
-                return False
-        return True
+                self.visit(node, next(iter(spans), entry))
+            if self.impossible:
+                return None
+        return Layout(
+            self.drives, self.units, self.norms, frozenset(self.aggregated), self.means, tuple(self.before),
+            tuple(self.ends), self.refused, self.stretched, self.early, self.emits_groups(),
+        )  # fmt: skip
 
-    def end(self, indices: Any, why: str) -> None:
-        """These values are needed at the input's rate."""
-        for i in indices:
-            if not self.spans[i].is_plain and i not in self.plain:
-                self.plain[i], self.again = why, True
-
-    def come_back(self, node: Node) -> None:
-        """Where a value is needed at the input's rate, frames come back behind it, or behind what it is made of."""
-        span = self.spans[node.index]
-        if span.is_plain or node.index not in self.plain:
-            return
-        why = self.plain[node.index]
-        opened = self.pending[node.index]
-        if opened:
-            for conv in opened:
+    def end(self, node: Node, pending: frozenset[str], why: str) -> None:
+        """Ordinary frames from here on, because of what ``node`` does."""
+        self.spans[node.index], self.pending[node.index] = PLAIN, frozenset()
+        for conv in pending:
+            if self.drives[conv].settings.spikes == "binary":
+                # One step for several cannot be taken by a neuron that has frames.
                 detail = f"its drive does not reach its neuron at one rate: {why}"
-                self.layout.refused[conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
-            self.again = True
-        elif node.module is not None and node.once:
-            self.layout.exits.append((self.modules[node.module], Place(self.layout.timeline, span)))
-            self.spans[node.index] = PLAIN
-        else:
-            self.end(node.inputs, why)
+                self.impossible[conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
+            self.early[conv] = f"frames come back before its neuron: {why}"
+        if node.module is not None and node.module not in self.ends and node.kind is not Kind.OUTPUT:
+            self.ends.append(node.module)
 
     def visit(self, node: Node, span: Span) -> None:
         """The span of one value, from that of what it is made of."""
         self.spans[node.index] = span
-        if node.kind is Kind.OUTPUT:
-            if not self.emits_groups(node):
-                self.end(node.inputs, "the model's output has the input's rate")
-        elif node.kind is Kind.SITE and node.module in self.chains:
-            self.take(self.chains[node.module], node, span)
-        elif node.kind is Kind.NEURON and (node.once or span.is_plain):
-            self.fire(node, span)
-        elif span.is_plain:
+        pending = self.pending[node.index]
+        if node.kind in (Kind.INPUT, Kind.OUTPUT):
             return
-        elif node.kind is Kind.NORM:
-            self.norm(node, span)
+        if node.kind is Kind.SITE and node.module in self.chains:
+            self.take(self.chains[node.module], node, span)
+        elif node.kind is Kind.NEURON and (node.once or span == PLAIN):
+            self.fire(node, span)
+        elif span == PLAIN:
+            return
         elif node.kind not in CARRIES_SPANS or self.is_refused(node):
-            self.end(node.inputs, f"{node.label} needs frames at the input's rate")
+            self.end(node, pending, f"{node.label} needs ordinary frames")
+        elif node.kind is Kind.NORM and str(node.module) not in self.norms:
+            if node.once:
+                self.norms[str(node.module)] = str(node.module)
+                self.aggregated.add(str(node.module))
+            else:
+                self.end(node, pending, f"{node.label} is called more than once")
         elif node.module in self.kept:
-            self.layout.stretched[self.kept[node.module]] = span
-        elif node.index in self.means:
-            self.layout.swaps.append(Swap(self.modules[str(node.module)], Place(self.layout.timeline, span)))
+            self.stretched[self.kept[node.module]] = span
+        elif node.module is not None and source_class(self.modules[node.module]) in host.DROPOUTS:
+            self.before.append(node.module)
 
     def is_refused(self, node: Node) -> bool:
         """True for a conv that was found to be no chain: a collapsed region ends before it."""
@@ -150,120 +200,108 @@ class _Walk:
         module = self.modules[str(node.module)]
         return not isinstance(site_layer(module) or module, nn.Linear) and node.module not in self.chains
 
-    def emits_groups(self, node: Node) -> bool:
-        opened = [d for d in self.layout.drives.values() if d.mode == "collapse"]
-        return len(node.inputs) == 1 and bool(opened) and self.settings[opened[-1].name].emit == "groups"
+    def emits_groups(self) -> bool:
+        outputs = [n for n in self.graph.nodes if n.kind is Kind.OUTPUT]
+        opened = [d for d in self.drives.values() if d.settings.mode == "collapse"]
+        return bool(opened) and all(len(n.inputs) == 1 for n in outputs) and opened[-1].settings.emit == "groups"
 
     def take(self, chain: Chain, node: Node, span: Span) -> None:
         """Convert a chain at this place of the time axis, or refuse it."""
         setting = self.settings[chain.conv]
-        refusal = None
         if setting.k > span.stretch and setting.k % span.stretch:
             detail = (
                 f"k={setting.k} is no multiple of {span.stretch}, the steps that a frame stands for behind the collapse "
                 "before it"
             )
-            refusal = Refusal(Reason.K_NOT_WHOLE, detail)
+            self.impossible[chain.conv] = Refusal(Reason.K_NOT_WHOLE, detail)
+            return
         binary = setting.mode == "collapse" and setting.spikes == "binary" and max(setting.k, span.stretch) > 1
         if binary and not chain.direct:
             detail = (
                 "a binary collapse makes one step of several, which only a neuron with no other reader or input can take"
             )
-            refusal = Refusal(Reason.COLLAPSE_BRANCHED, detail)
-        if refusal is not None:
-            self.layout.refused[chain.conv], self.again = refusal, True
+            self.impossible[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
             return
-        drive = drive_place(chain.conv, setting, span, self.modules[chain.neuron], self.layout.timeline)
-        self.layout.drives[chain.conv] = drive
-        self.layout.swaps.append(Swap(self.modules[chain.site], drive))
+        drive = DrivePlace(chain.site, chain.neuron, span, setting)
+        self.drives[chain.conv] = drive
         self.spans[node.index] = drive.out
         if drive.out != span:
             self.pending[node.index] |= {chain.conv}
-        for norm in self.norms(chain):
-            place = NormPlace(self.layout.timeline, drive.out, name=chain.conv, aggregated=drive.k > 1)
-            self.layout.swaps.append(Swap(norm, place))
+        for norm in self.norms_of(chain):
+            self.norms[norm] = chain.conv
+            if setting.k > 1:
+                self.aggregated.add(norm)
 
-    def norms(self, chain: Chain) -> list[nn.Module]:
+    def norms_of(self, chain: Chain) -> list[str]:
         """The norms behind the conv of a chain, and those inside its container."""
-        readers = self.flow.readers(self.flow.of(chain.site))
+        readers = self.graph.readers(self.graph.of(chain.site))
         behind = [n for n in chain.between if source_class(self.modules[n]) in host.NORMS]
         names = {chain.norm, *behind, *(r.module for r in readers if r.kind is Kind.NORM and r.once)} - {None}
-        norms = [self.modules[str(name)] for name in names]
-        if source_class(self.modules[chain.site]) in host.CONTAINERS:
-            norms += [m for m in self.modules[chain.site].children() if source_class(m) in host.PLAIN_NORMS]
-        return norms
-
-    def norm(self, node: Node, span: Span) -> None:
-        """A norm in a region, of no chain or of a chain that is taken."""
-        module = self.modules[str(node.module)]
-        if any(swap.module is module for swap in self.layout.swaps):
-            return
-        if not node.once:
-            self.end(node.inputs, f"{node.label} is called more than once")
-            return
-        self.layout.swaps.append(Swap(module, NormPlace(self.layout.timeline, span, name=str(node.module), aggregated=True)))
+        site = self.modules[chain.site]
+        if source_class(site) in host.CONTAINERS:
+            names |= {f"{chain.site}.{n}" for n, m in site.named_children() if source_class(m) in host.PLAIN_NORMS}
+        return sorted(str(name) for name in names)
 
     def fire(self, node: Node, span: Span) -> None:
         """A neuron: of converted chains, stretched, or neither."""
+        name = str(node.module)
         opened = self.pending[node.index]
-        driving = [c for c in self.chains.values() if node.module in c.neurons and c.conv in self.layout.drives]
-        if span.is_plain and not driving:
-            return
-        module = self.modules[str(node.module)]
-        merged = [c for c in driving if c.conv in opened and self.settings[c.conv].spikes == "binary"]
-        at = None
-        if span.stretch > 1:
-            at, problem = self.mean_pool(node)
-            if problem:
-                for conv in opened:
-                    self.layout.refused[conv], self.again = Refusal(Reason.COLLAPSE_POOL, problem), True
-                self.end(node.inputs, problem)
-                return
-        if at is not None:
-            self.means[at] = node.index
-        # A direct chain's drive alone can merge steps, so that there is one to ask.
-        merge = span.merged // self.layout.drives[merged[0].conv].span.merged if merged else 1
-        normalize = self.settings[merged[0].conv].normalize if merged else True
-        place = FiringPlace(self.layout.timeline, span, emit_mean=at is None, merge=merge, normalize=normalize)
-        self.layout.swaps.append(Swap(module, place))
+        driving = [c for c in self.chains.values() if name in c.neurons and c.conv in self.drives]
         self.pending[node.index] = frozenset()
+        if span == PLAIN and not driving:
+            return
+        merged = [c for c in driving if c.conv in opened and self.settings[c.conv].spikes == "binary"]
+        path: list[str] = []
+        if span.stretch > 1:
+            path, problem = self.mean_pool(node)
+            if problem:
+                self.impossible |= {conv: Refusal(Reason.COLLAPSE_POOL, problem) for conv in opened}
+                self.end(node, frozenset(), problem)
+                return
+        if path:
+            self.means[path[-1]] = span
+            self.before += path[:-1]
+        # A direct chain's drive alone can merge steps, so that there is one to ask.
+        merge = span.merged // self.drives[merged[0].conv].span.merged if merged else 1
+        normalize = self.settings[merged[0].conv].normalize if merged else True
+        self.units[name] = UnitPlace(span, merge, normalize, bool(path))
         if not driving:
-            self.layout.stretched[str(node.module)] = span
+            self.stretched[name] = span
 
-    def mean_pool(self, neuron: Node) -> tuple[int | None, str]:
+    def mean_pool(self, neuron: Node) -> tuple[list[str], str]:
         """The last MaxPool behind a neuron, before anything that weighs spikes: there the mean is taken.
 
         Returns:
-            Its index or None, and why the mean cannot be taken there.
+            The modules up to it, none where there is none; and why the mean cannot be taken there.
         """
-        last, node = None, neuron
+        path: list[str] = []
+        upto, node, found = 0, neuron, neuron
         while True:
-            readers = self.flow.readers(node)
-            if len(readers) != 1 or readers[0].kind is Kind.SUM:
+            readers = self.graph.readers(node)
+            module = self.modules.get(str(readers[0].module)) if len(readers) == 1 else None
+            if module is None or source_class(module) not in _BEFORE_MEANS:
                 break
             node = readers[0]
-            pool = self.modules.get(str(node.module))
-            if pool is not None and source_class(pool) in host.MAX_POOLS:
-                problem = self.pool_problem(node, pool)
+            path.append(str(node.module))
+            if source_class(module) in host.MAX_POOLS:
+                problem = self.pool_problem(node, module)
                 if problem:
-                    return None, problem
-                last = node.index
-            elif node.kind not in (Kind.LINEAR, Kind.ALIKE) or node.module is None:
-                break
-        behind = self.max_pool_behind(self.flow.nodes[last] if last is not None else neuron)
+                    return [], problem
+                upto, found = len(path), node
+        behind = self.max_pool_behind(found)
         if behind is not None:
-            return None, f"its MaxPool {behind.module!r} pools more than this neuron's spikes"
-        return last, ""
+            return [], f"its MaxPool {behind.module!r} pools more than this neuron's spikes"
+        return path[:upto], ""
 
     def max_pool_behind(self, start: Node) -> Node | None:
         """A MaxPool that spikes reach through branches and sums: it would pool means."""
         ahead, seen = [start], {start.index}
         while ahead:
-            for reader in self.flow.readers(ahead.pop()):
+            for reader in self.graph.readers(ahead.pop()):
                 pool = self.modules.get(str(reader.module))
                 if isinstance(pool, host.ANY_MAX_POOLS):
                     return reader
-                if reader.kind in CARRIES_SUMS and reader.index not in seen:
+                if reader.kind in (*CARRIES_SUMS, Kind.ALIKE) and reader.index not in seen:
                     seen.add(reader.index)
                     ahead.append(reader)
         return None

@@ -1,40 +1,83 @@
-"""Make a layout true in a model, and unmake it: class swaps, the hooks of collapsed regions, nothing else."""
+"""Make a plan true in a model, and unmake it: class swaps, the hooks of its root and where regions end, nothing else."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rewrites.rates import Layout
+from rewrites.plan import Plan
 from sj_tac import host
-from sj_tac.runtime.root import Enter, Expand, Leave
-from sj_tac.runtime.swapped import is_swapped
-from sj_tac.runtime.swaps import absorb, release
+from sj_tac.runtime.borders import PLAIN, Borders
+from sj_tac.runtime.drives import Drive
+from sj_tac.runtime.layers import Norm, Pool
+from sj_tac.runtime.neurons import Unit
+from sj_tac.runtime.root import Enter, Leave, Ordinary, link
+from sj_tac.runtime.swaps import Role, absorb, is_swapped, release
 
 
-def apply(model: nn.Module, layout: Layout) -> list[RemovableHandle]:
-    """Swap every module of the layout, releasing what an earlier layout swapped and this one does not.
+def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
+    """Swap every module of the plan, releasing what an earlier plan swapped and this one does not.
 
-    Nothing here can fail half-way: the layout was checked when it was made.
+    Nothing here can fail half-way: the plan was checked when it was made.
 
     Returns:
         Handles of the hooks; keep them in what is pickled with the model, so that hooks added after loading get other ids.
     """
-    wanted = {id(swap.module) for swap in layout.swaps}
+    borders = Borders(plan.fused)
+    absorb_all(plan, model, borders)
+    handles = [
+        model.register_forward_pre_hook(Enter(borders, plan.fusion.readers), prepend=True),
+        # In front of the user's own hooks, which then see ordinary frames.
+        model.register_forward_hook(Leave(plan.layout.emits_groups), prepend=True),
+    ]
+    modules = dict(model.named_modules())
+    for name in plan.layout.ends:
+        if not is_swapped(modules[name]):
+            handles.append(modules[name].register_forward_pre_hook(Ordinary(), prepend=True))
+    host.forget_reset_cache(model)
+    return handles
+
+
+def absorb_all(plan: Plan, model: nn.Module, borders: Borders) -> None:
+    """The class swaps of a plan, without hooks."""
+    roles = _roles(plan, model, borders)
+    wanted = {id(module) for module, _ in roles}
     for module in model.modules():
         if is_swapped(module) and id(module) not in wanted:
             release(module)
-    for swap in layout.swaps:
-        absorb(swap)
-    handles: list[RemovableHandle] = []
-    if layout.fusions or any(not drive.out.is_plain for drive in layout.drives.values()):
-        handles.append(model.register_forward_pre_hook(Enter(layout.timeline), prepend=True))
-        handles.append(model.register_forward_hook(Leave(layout.timeline), always_call=True))
-    for module, place in layout.exits:
-        # In front of the user's own hooks, which then see frames.
-        handles.append(module.register_forward_hook(Expand(place), prepend=True))
-    host.forget_reset_cache(model)
-    return handles
+    for module, role in roles:
+        absorb(module, role)
+    link(model, plan.fusion.readers)
+
+
+def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Module, Role]]:
+    """What every module of the plan becomes."""
+    modules, layout, fusion = dict(model.named_modules()), plan.layout, plan.fusion
+    roles: list[tuple[nn.Module, Role]] = []
+    for name, place in layout.drives.items():
+        s = place.settings
+        drive = Drive(name, modules[place.neuron], borders, s.mode, s.k, s.weights, s.normalize, s.spikes, place.span)
+        drive.takes_sums, drive.backend = place.site in fusion.readers.values(), plan.backend
+        if not plan.fused:
+            drive.backend = "reference"
+        roles.append((modules[place.site], drive))
+    pools = dict(layout.pools) | dict.fromkeys([*layout.before, *fusion.through], PLAIN)
+    for name, unit_place in layout.units.items():
+        fused = fusion.units.get(name)
+        unit = Unit(name, borders, unit_place.span, unit_place.merge, unit_place.normalize)
+        unit.pools_later, unit.backend = unit_place.pools_later, plan.backend
+        if fused is not None:
+            unit.planned, unit.slower = fused.kernel, fused.slower
+            if fused.pool is not None:
+                unit.pool = modules[fused.pool]
+                pools.setdefault(fused.pool, PLAIN)
+        roles.append((modules[name], unit))
+    for name, layer in layout.norms.items():
+        roles.append((modules[name], Norm(layer, borders, name in layout.aggregated)))
+    for name, span in pools.items():
+        if not isinstance(modules[name], nn.Identity):
+            roles.append((modules[name], Pool(borders, span, name in layout.pools)))
+    return roles
 
 
 def undo(model: nn.Module, handles: list[RemovableHandle]) -> None:

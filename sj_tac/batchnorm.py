@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rewrites.pipeline import Recalibrated, record_of
 from sj_tac import host
 from sj_tac.errors import BatchNormMovedWarning, ConversionError
-from sj_tac.runtime.places import NormPlace
-from sj_tac.runtime.swapped import is_swapped
+from sj_tac.runtime.layers import Norm
+from sj_tac.runtime.swaps import is_swapped
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.measure import run_batch
 
@@ -31,7 +31,7 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     record_of(converted, "freeze_bn")
     names = []
     for name, module in converted.named_modules():
-        if is_swapped(module) and isinstance(module._tac, NormPlace):
+        if is_swapped(module) and isinstance(module._tac, Norm):
             module._tac.frozen = frozen
             module.train(converted.training)
             names.append(name)
@@ -65,7 +65,7 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
         names = list(record.recalibrated)
         take_back(converted, record.recalibrated)
         return names
-    placed = {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, NormPlace)}
+    placed = {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, Norm)}
     norms: dict[str, Any] = {name: norm for name, norm in placed.items() if norm.running_mean is not None}
     held = {name: _statistics(norm) for name, norm in norms.items()}
     first = {n: record.recalibrated.get(n, Recalibrated(held[n], held[n], norm._tac.moved)) for n, norm in norms.items()}
@@ -124,7 +124,7 @@ def take_back(converted: nn.Module, recalibrated: Mapping[str, Recalibrated]) ->
 def norms(converted: nn.Module) -> dict[str, Any]:
     """The swapped BatchNorms, by the name of their layer."""
     swapped = [m for m in converted.modules() if is_swapped(m)]
-    return {m._tac.name: m for m in swapped if isinstance(m._tac, NormPlace)}
+    return {m._tac.name: m for m in swapped if isinstance(m._tac, Norm)}
 
 
 def warn_if_moved(norms: Mapping[str, Any], action: str) -> None:

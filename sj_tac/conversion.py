@@ -86,7 +86,7 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
         BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
     """
     record = record_of(converted, "restore")
-    _check_logits(converted, record.analysis.layout.drives, "restore", drop_learned)
+    _check_logits(converted, record.plan.layout.drives, "restore", drop_learned)
     if not inplace:
         converted = deep_copy(converted)
         record = record_of(converted, "restore")
@@ -114,34 +114,34 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
         BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
     """
     record = record_of(converted, "set_k")
-    old = record.analysis
+    old = record.plan
     k = as_policy("preserve", k).default.k
     chosen = [name for name in old.layout.drives if name_matches(name, layers)]
     if not chosen:
         raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.layout.drives)}")
     settings = old.settings | {name: old.settings[name].model_copy(update={"k": k}) for name in chosen}
-    layout = old.lay_out(converted, settings)
-    lost = [name for name in old.layout.drives if name not in layout.drives]
+    plan = old.under(converted, settings)
+    lost = [name for name in old.layout.drives if name not in plan.layout.drives]
     if lost:
-        why = layout.refused[lost[0]].detail
+        why = plan.layout.refused[lost[0]].detail
         raise PolicyError(f"set_k: layer {lost[0]!r} refuses, {why}; the model was left as it was")
-    resized = {n: d for n, d in old.layout.drives.items() if d.frames != layout.drives[n].frames}
+    places = old.layout.drives.items()
+    resized = {name: place for name, place in places if place.frames != plan.layout.drives[name].frames}
     _check_logits(converted, resized, "set_k", drop_learned)
     changing = {name for name in chosen if old.settings[name].k != k}
-    batchnorm.warn_if_moved({name: norm for name, norm in batchnorm.norms(converted).items() if name in changing}, "set_k")
-    for name, drive in layout.drives.items():
-        drive.seen = old.layout.drives[name].seen
+    batchnorm.warn_if_moved({n: norm for n, norm in batchnorm.norms(converted).items() if n in changing}, "set_k")
+    seen = {name: converted.get_submodule(place.site)._tac.seen for name, place in places}  # type: ignore[union-attr]
     for handle in record.handles:
         handle.remove()
-    analysis = replace(old, settings=settings, layout=layout)
     # What the policy was chosen by says nothing about another k.
-    changed = replace(record, analysis=analysis, handles=swap.apply(converted, layout), evidence=None)
-    setattr(converted, RECORD, changed)
+    setattr(converted, RECORD, replace(record, plan=plan, handles=swap.apply(plan, converted), evidence=None))
+    for name, place in plan.layout.drives.items():
+        converted.get_submodule(place.site)._tac.seen = seen[name]  # type: ignore[union-attr]
     return report(converted)
 
 
 def _check_logits(converted: nn.Module, drives: Mapping[str, Any], action: str, drop: bool) -> None:
-    trained = [name for name in drives if has_trained_logits(converted.get_submodule(name))]
+    trained = [name for name, place in drives.items() if has_trained_logits(converted.get_submodule(place.site))]
     if trained and not drop:
         raise ConversionError(
             f"{action} would throw away the trained aggregation weights (tac_logits) of {trained}; "

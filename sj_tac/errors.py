@@ -58,3 +58,11 @@ class BatchNormMovedWarning(UserWarning):
 
 class BackendFallbackWarning(UserWarning):
     """The fastest kernels cannot run on this machine; ``auto`` took the reference ones. Given once for each reason."""
+
+
+class StaleValueError(SjTacError, RuntimeError):
+    """Frames that a converted layer had not made yet can no longer be made, because what they depend on was changed."""
+
+
+class PlanNotKeptWarning(UserWarning):
+    """A call went another way than the traced one: a converted layer ran slower than planned, with the same results."""

@@ -1,6 +1,6 @@
 """TAC and TAC-TP: as modules for nets written by hand, and as the swap that ``convert`` makes in a net that exists.
 
-Both go through ``runtime.swaps.absorb``, so there is one implementation. Source of the operators: J. Qin, "Collapse or
+Both go through the same passes, so there is one implementation. Source of the operators: J. Qin, "Collapse or
 Preserve: Data-Dependent Temporal Aggregation for Spiking Neural Network Acceleration", arXiv 2603.13810.
 """
 
@@ -10,16 +10,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rewrites import swap
+from rewrites.chains import find_chains
+from rewrites.fuse import Fusion
+from rewrites.graph import straight
+from rewrites.plan import Plan
+from rewrites.rates import Layout
 from sj_tac import host
-from sj_tac.errors import BackendError, ConversionError
+from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends, reference
-from sj_tac.kernels import fire as fire_kernels
 from sj_tac.policy import Settings
-from sj_tac.runtime.fusion import Fusion
-from sj_tac.runtime.places import DrivePlace, Place
-from sj_tac.runtime.spans import Span, Timeline
-from sj_tac.runtime.swapped import is_swapped, source_class
-from sj_tac.runtime.swaps import Swap, absorb, chain_swaps, drive_place
+from sj_tac.runtime.borders import Borders, Span
+from sj_tac.runtime.drives import check_frames
+from sj_tac.runtime.expressions import SharedExpression
+from sj_tac.runtime.groups import Groups
+from sj_tac.runtime.root import compact_frames
+from sj_tac.runtime.values import Shared, ordinary
+from sj_tac.verdicts import REASONS, Reason, Refusal
 
 
 class _Operator(nn.Module):
@@ -30,7 +37,6 @@ class _Operator(nn.Module):
     norm: Any
     neuron: Any
     pool: Any
-    emit: str
 
     def __init__(
         self,
@@ -61,51 +67,47 @@ class _Operator(nn.Module):
         if isinstance(stretch, bool) or not isinstance(stretch, int) or stretch < 1:
             raise ConversionError(f"{type(self).__name__}: stretch={stretch!r} must be an int of at least 1")
         self.conv, self.norm, self.neuron, self.pool = conv, norm, neuron, pool
-        self.emit = settings.emit
+        self.emits_groups, self.stretch = settings.emit == "groups", stretch
         for child in self.children():
             if hasattr(child, "step_mode"):
                 setattr(child, "step_mode", "m")  # noqa: B010  (a property of the host's, not a submodule)
-        self._timeline = Timeline()
-        mean_pool = pool if type(pool) in host.MAX_POOLS else None
-        place = drive_place(type(self).__name__, settings, Span(1, stretch), neuron, self._timeline)
-        for swap in chain_swaps(place, conv, norm, neuron, mean_pool):
-            absorb(swap)
-        backends.choose(backend, fuse)
-        if fuse:
-            self._fuse(place, backend)
+        swap.absorb_all(self._plan(settings, backends.choose(backend, fuse), fuse), self, Borders(fuse))
+        self.conv._tac.name = type(self).__name__
 
-    def _fuse(self, place: DrivePlace, backend: str) -> None:
-        """Let the modules leave their work to ``fire``, where its pool or none is theirs."""
-        pool = self.pool if isinstance(self.pool, host.FUSED_POOLS) and host.pool_window(self.pool) else None
-        if pool is None and not self.neuron._tac.emit_mean:
-            if backend in backends.COMPILED:
-                raise BackendError(
-                    f"{type(self).__name__}: backend={backend!r}: the mean of a frame's steps is taken at a "
-                    f'{source_class(self.pool).__name__} whose options the compiled kernels do not know; use backend="auto"'
-                )
-            return
-        fire_kernels.plan(backend, self.neuron, pool, self.conv.weight)
-        fusion = Fusion(self._timeline, self.neuron, pool, self.conv, self.norm, backend=backend)
-        if pool is not None and not is_swapped(pool):
-            absorb(Swap(pool, Place(self._timeline, place.out)))
-        for module in fusion.modules():
-            module._tac.fusion = fusion
-        place.backend = backend
+    def _plan(self, settings: Settings, backend: str, fuse: bool) -> Plan:
+        """The plan of these few modules, by the passes that ``convert`` runs."""
+        name = type(self).__name__
+        graph = straight(self, [n for n, _ in self.named_children()])
+        chains = find_chains(self, graph, {}, linears=True)
+        chain = chains["conv"]
+        if isinstance(chain, Refusal):
+            raise ConversionError(f"{name}: its conv drives no neuron, {chain.reason.value}: {chain.detail}")
+        plan = Plan(chains, {"conv": settings}, graph, False, None, backend, fuse, Layout(), Fusion())
+        plan = plan.under(self, {"conv": settings}, Span(1, self.stretch))
+        refused = plan.layout.refused.get("conv")
+        if refused is not None:
+            error = PolicyError if refused.reason is Reason.K_NOT_WHOLE else ConversionError
+            raise error(f"{name}: {refused.detail}; {REASONS[refused.reason][1]}")
+        return plan
 
     def forward(self, x: Tensor) -> Tensor:
         """Frames [T, N, C, H, W] -> spikes; T stays for TACTP and for ``emit="frames"``, else ceil(T / k)."""
-        self._timeline.start()
-        try:
-            y: Tensor = self.conv(x)
-            y = y if self.norm is None else self.norm(y)
-            y = self.neuron(y)
-            y = y if self.pool is None else self.pool(y)
-            steps = self._timeline.steps
-            if steps is None or self.emit == "groups" or self.conv._tac.out.is_plain:
-                return y
-            return reference.repeat(y, self.conv._tac.out.lengths(steps))
-        finally:
-            self._timeline.stop()
+        drive = self.conv._tac
+        x, plain = ordinary(x, type(self).__name__), drive.borders.are_plain
+        check_frames(x, self.conv, drive.name)
+        y: Tensor = x
+        if self.stretch > 1:
+            lengths = (self.stretch,) * x.shape[0]
+            groups = Groups(lengths, lengths)
+            y = reference.repeat(x, lengths) if plain else Shared.of(SharedExpression(x, groups), groups)
+        for child in (self.conv, self.norm, self.neuron, self.pool):
+            y = y if child is None else child(y)
+        if self.emits_groups and isinstance(y, Shared):
+            return compact_frames(y)
+        frames: Tensor = ordinary(y, type(self).__name__)
+        if plain and self.emits_groups:
+            return reference.first(frames, drive.out.lengths(frames.shape[0]))
+        return frames[:: self.stretch] if self.stretch > 1 else frames
 
 
 class TACTP(_Operator):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -94,8 +94,8 @@ REASONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.NO_NEURON: ("no neuron follows it", "only convs that drive neurons are converted"),
     Reason.COLLAPSE_BRANCHED: (
-        "time cannot be collapsed there: before its neuron, its drive meets frames at another rate",
-        "use mode: preserve, which is right in every graph, or let the collapse begin before the branches part",
+        "steps cannot be merged there: its drive does not go to one neuron alone",
+        "use spikes: count or mode: preserve, which are right in every graph",
     ),
     Reason.COLLAPSE_POOL: (
         "the mean over a group must be taken after the MaxPool behind the neuron, and this one cannot take it",
@@ -127,6 +127,11 @@ class Verdict:
         kernel: the backend that runs it.
         reason, detail, hint: why a layer was left alone, in this case, and what to do about it.
         macs_before, macs_after: multiply-accumulates of the convolution per sample; None until the net has seen a shape.
+        reads: what is planned to come to a converted conv: "frames", "sums" that the neurons before it have made, "shared"
+            frames, or "plain", ordinary frames at every border; last_read: what came in the last call, "frames of a value"
+            where frames had to be made for it; last_gave: what its neuron gave then: "sums", "means", "frames" or "plain".
+        frames_made: who had frames of its values made since it was converted, and how often. Each costs time; none changes
+            a result.
     """
 
     layer: str
@@ -139,6 +144,19 @@ class Verdict:
     hint: str = ""
     macs_before: int | None = None
     macs_after: int | None = None
+    reads: str = ""
+    last_read: str = ""
+    last_gave: str = ""
+    frames_made: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def unplanned(self) -> str:
+        """What went another way than planned in the last call; empty where nothing did."""
+        if self.reads == "sums" and self.last_read not in ("", "sums", "plain"):
+            readers = ", ".join(f"{reader} ({n}x)" for reader, n in self.frames_made.items())
+            why = f"; frames were made for {readers}" if readers else ""
+            return f"slower than planned: the last call gave it {self.last_read}{why}"
+        return ""
 
     @classmethod
     def refuse(cls, layer: str, refusal: Refusal, **more: Any) -> Verdict:
@@ -199,7 +217,7 @@ class Report(Shown):
         ):
             table.add_column(column, style=style, justify="right" if column == "k" else "left")
         for v in self.verdicts:
-            why = f"{v.reason}: {v.detail}" if v.reason else v.detail
+            why = f"{v.reason}: {v.detail}" if v.reason else "; ".join(w for w in (v.detail, v.unplanned) if w)
             table.add_row(v.layer, v.status, v.mode or "", str(v.k or ""), _macs(v), v.kernel or "", why)
         return table
 

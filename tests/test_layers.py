@@ -179,8 +179,8 @@ def test_what_is_not_linear_is_not_taken_for_it():
         assert report["good.0"].status == "converted"
 
 
-def test_a_pruned_conv_is_converted_and_its_hook_is_named():
-    """The weight of a pruned conv is no parameter: a hook computes it anew for every call, and a hook unfuses."""
+def test_a_pruned_conv_is_converted_and_runs_fused():
+    """The weight of a pruned conv is no parameter: a hook computes it anew for every call, which fused ones may do, too."""
     net, x = nn.Sequential(conv(), norm(), lif()).eval(), frames(6, 2, 2, 6, 6)
     prune.l1_unstructured(net[0], "weight", 0.5)
     awake(net, x)
@@ -191,8 +191,8 @@ def test_a_pruned_conv_is_converted_and_its_hook_is_named():
     with torch.no_grad():
         assert torch.equal(fast(x), expected)
     verdict = sj_tac.report(fast)["0"]
-    assert (verdict.status, verdict.kernel) == ("converted", "reference")
-    assert "UNFUSED_HOOK" in verdict.detail
+    assert (verdict.status, verdict.kernel) == ("converted", "numba, fused")
+    assert verdict.detail == ""
 
 
 def test_wrong_frames_are_named_with_the_shape_that_fits():

@@ -83,7 +83,7 @@ def test_preserve_computes_each_layer_from_its_own_aggregated_input(case):
                 aggregated = sum(w / sum(weights) * f for w, f in zip(weights, group, strict=True))
                 drives += [source(aggregated.unsqueeze(0))] * len(group)
             torch.testing.assert_close(outputs[name], torch.cat(drives), rtol=1e-4, atol=1e-5)
-            chain = fast._sj_tac.analysis.chains[name]
+            chain = fast._sj_tac.plan.chains[name]
             if chain.direct:
                 normalized = net.get_submodule(chain.norm)(outputs[name]) if chain.norm else outputs[name]
                 assert torch.equal(inputs[chain.neuron], normalized), name

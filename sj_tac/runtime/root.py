@@ -1,48 +1,85 @@
-"""The hooks of a net with collapsed time: they open and close its call, and give frames back where a region ends.
+"""The hooks of a converted net: what they open and close is a call, and nothing of it stays.
 
 Instances, not functions, so that they pickle and deep-copy with the net.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from sj_tac.kernels import reference
-from sj_tac.runtime.places import Place
-from sj_tac.runtime.spans import Timeline
-
-
-class Expand:
-    """Forward hook of the last module of a collapsed region: every frame as often as it stands for a source frame."""
-
-    of_sj_tac = True
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        timeline = self.place.timeline
-        if not timeline.grouped or timeline.steps is None:
-            return output
-        return reference.repeat(output, self.place.span.lengths(timeline.steps))
+from sj_tac.runtime.borders import Borders, is_watched
+from sj_tac.runtime.neurons import UnitModule
+from sj_tac.runtime.table import as_plain
+from sj_tac.runtime.values import Shared, ordinary
 
 
 class Enter:
-    """Forward pre-hook of the converted net: from here to ``Leave``, frames may travel in groups."""
+    """Forward pre-hook of the converted net: looks whether anything of the user's stands between its modules.
+
+    Args:
+        readers: for the name of a neuron, that of the conv which its sums are prepared for.
+    """
 
     of_sj_tac = True
 
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
+    def __init__(self, borders: Borders, readers: Mapping[str, str]) -> None:
+        self.borders, self.readers = borders, dict(readers)
+        self.linked: weakref.ref[nn.Module] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"linked": None}
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.timeline.start()
+        if self.linked is None or self.linked() is not module:
+            link(module, self.readers)
+            self.linked = weakref.ref(module)
+        if self.borders.fused and torch.is_grad_enabled():
+            self.borders.watched = is_watched(module)
 
 
-class Leave(Enter):
-    """Forward hook of the converted net, run also where its call failed."""
+class Leave:
+    """Forward hook of the converted net: ordinary frames leave it, or one for each group where that was asked for."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        self.timeline.stop()
+    of_sj_tac = True
+
+    def __init__(self, emits_groups: bool) -> None:
+        self.emits_groups = emits_groups
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.emits_groups and isinstance(output, Shared):
+            return compact_frames(output)
+        return as_plain(output)
+
+
+class Ordinary:
+    """Forward pre-hook of a module at which the trace saw a collapsed region end: it gets ordinary frames."""
+
+    of_sj_tac = True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return tuple(ordinary(x, type(module).__name__) for x in args)
+
+
+def compact_frames(x: Shared) -> Tensor:
+    """One frame for each group behind a collapse; ordinary frames of any other value."""
+    groups = x.expression.groups
+    collapsed = x.means == groups or groups.frames is not groups.steps
+    return (
+        x.expression.mapped()
+        if collapsed and x.is_bare and x.intact and x.folded is None
+        else x.frames("the model's output")
+    )
+
+
+def link(model: nn.Module, readers: Mapping[str, str]) -> None:
+    """Tell every unit which conv it prepares sums for, by weak references: a unit does not drag its readers along."""
+    modules = dict(model.named_modules())
+    for name, reader in readers.items():
+        unit, conv = modules.get(name), modules.get(reader)
+        if isinstance(unit, UnitModule):
+            unit._tac.reader = None if conv is None else weakref.ref(conv)

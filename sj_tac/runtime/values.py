@@ -1,130 +1,380 @@
-"""A drive that several frames share, on its way to a neuron through the user's own sums."""
+"""Values that say what they are: tensors of logical shape [T, N, ...] that note what they are made of.
+
+An operation that is known to treat all frames alike acts on the compact form (table.py); whatever else touches a value gets
+ordinary frames, made once. docs/how-it-works.md has the picture.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from sj_tac.kernels import reference
+from sj_tac.errors import StaleValueError
+from sj_tac.runtime.expressions import Expression, SharedExpression
+from sj_tac.runtime.groups import Groups, Sums, single
+from sj_tac.runtime.recording import Birth, Born, Followed
 
-# Questions that are answered for the frames without making them.
-_ASKING: set[Any] = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda")),
-    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
-}
-_ADDING = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-_ADDING_IN_PLACE = {Tensor.add_, Tensor.__iadd__}
+below_functions = torch._C.DisableTorchFunctionSubclass
 
 
-class SharedDrive(Tensor):
-    """Frames [T, ...] that are known as drives [G, ...], each for several frames, plus frames that were added to them.
+class Maker(Protocol):
+    """Who made a value; hears of it when its frames had to be made, and who asked for them."""
 
-    Sums with other frames are only noted, so that the neuron behind can take drives and frames as they are (a residual is
-    then added inside ``fire``, and the repeated frames are never written). Whatever else asks for it gets the frames: made
-    once, by ``repeat(drives) + residual``, with gradients to both. It never leaves the converted net's call.
+    def frames_made(self, reader: str) -> None: ...
+
+
+class Frames(Tensor):
+    """Frames [T, N, ...], or [T * N, ...] where ``folded``, that need not exist yet.
+
+    Attributes:
+        expression: how the frames are made, unfolded; steps: T; folded: N, where T and N are one dimension.
+        kind: dtype and device; maker: who made the value.
     """
 
-    drives: Tensor
-    affine: tuple[Tensor, Tensor] | None
-    lengths: Sequence[int]
-    residual: Tensor | None
-    _frames: Tensor | None
+    expression: Expression
+    steps: int
+    folded: int | None
+    kind: tuple[torch.dtype, torch.device]
+    # What follows is set on a value where it is otherwise: making one is what a layer's overhead is made of.
+    maker: Maker | None = None
+    # The frames once they exist; their version when they were made, and when they were last seen to be this value's.
+    _made: Tensor | None = None
+    _as_made: int = 0
+    _followed: int = 0
+    # Somebody wants the gradient of the frames; the place in autograd's graph that the value was born with.
+    _watched: bool = False
+    _node: Any = None
+    _birth: Birth | None = None
+    _recorded: bool = False
+    # The value that this one is a view of, its expression then, and the view; the compact form was used while recording.
+    _viewed: tuple[Frames, Expression, Callable[[Tensor], Tensor]] | None = None
+    _taken: bool = False
 
-    @staticmethod
-    def of(
-        drives: Tensor,
-        lengths: Sequence[int],
-        residual: Tensor | None = None,
-        affine: tuple[Tensor, Tensor] | None = None,
-    ) -> SharedDrive:
-        """``lengths[g]`` frames of ``drives[g]``, through an affine map of the channels, plus frames.
-
-        Args:
-            drives: [G, N, C, ...]; affine: scale and shift [C] in the accumulation dtype, or None.
-            residual: frames [T, N, C, ...] of the drives' dtype, or None.
-        """
-        shape = (sum(lengths), *drives.shape[1:])
-        made: SharedDrive = Tensor._make_wrapper_subclass(
-            SharedDrive, shape, dtype=drives.dtype, device=drives.device, requires_grad=False
-        )
-        made.drives, made.lengths, made.residual, made.affine, made._frames = drives, lengths, residual, affine, None
+    @classmethod
+    def _born(cls, expression: Expression, shape: tuple[int, ...], like: Tensor, steps: int, folded: int | None) -> Self:
+        kind = (like.dtype, like.device)
+        recorded = torch.is_grad_enabled()
+        made: Self
+        if recorded and expression.differentiates:
+            birth = Birth(cls, expression, shape, kind, folded)
+            made = Born.apply(birth, *expression.inputs)
+            held = made.__dict__
+            held["_birth"] = birth
+            with below_functions():
+                held["_node"] = made.grad_fn
+        else:
+            made = Tensor._make_wrapper_subclass(cls, shape, dtype=kind[0], device=kind[1])
+            held = made.__dict__
+        held["expression"], held["steps"], held["folded"], held["kind"] = expression, steps, folded, kind
+        if recorded:
+            held["_recorded"] = True
         return made
 
-    def mapped(self) -> Tensor:
-        """The drives behind their affine map."""
-        if self.affine is None:
-            return self.drives
-        scale, shift = (x.view(-1, *[1] * (self.drives.dim() - 3)) for x in self.affine)
-        return (self.drives.to(scale.dtype) * scale + shift).to(self.drives.dtype)
+    @classmethod
+    def _wrapper(cls, shape: tuple[int, ...], kind: tuple[torch.dtype, torch.device]) -> Self:
+        # No storage: what gets past torch's functions sees the true shape, and fails rather than read the compact form.
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=kind[0], device=kind[1])
+        return made
 
     @property
-    def is_bare(self) -> bool:
-        """Nothing was added, no map is noted, and nobody has the frames."""
-        return self.residual is None and self.affine is None and self._frames is None
+    def intact(self) -> bool:
+        """True while the value is what its maker gave: frames unwritten, nobody wants their gradient."""
+        if self._viewed is not None and not (self._viewed[0].intact and self._viewed[0].expression is self._viewed[1]):
+            return False
+        if self._made is None:
+            return not torch.is_grad_enabled() or self._is_own_node()
+        return not self._watched and self._made._version == self._as_made
 
-    def frames(self) -> Tensor:
-        """The frames as an ordinary tensor."""
-        if self._frames is None:
-            self._frames = add_frames(self.mapped(), self.lengths, self.residual)
-        return self._frames
+    def note_use(self) -> None:
+        """Note that the compact form is used instead of frames."""
+        if self._recorded and torch.is_grad_enabled():
+            self._taken = True
+            if self._viewed is not None:
+                self._viewed[0].note_use()
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """``function`` of every frame, where it treats all alike; of the drives alone where nothing was added."""
-        if self.residual is None and self._frames is None:
-            return SharedDrive.of(function(self.mapped()), self.lengths)
-        return function(self.frames())
-
-    def plus(self, other: Tensor, in_place: bool) -> Tensor:
-        """The sum with frames, noted."""
-        if self._frames is not None:
-            # Others hold the frames already, and may see what is added in place, as they would in the source net.
-            return self._frames.add_(other) if in_place else self._frames + other
-        drives, affine = self.drives, self.affine
-        if isinstance(other, SharedDrive) and other._frames is None and list(other.lengths) == list(self.lengths):
-            drives, affine, added = self.mapped() + other.mapped(), None, other.residual
-        else:
-            added = other.frames() if isinstance(other, SharedDrive) else other
-        residual = self.residual
-        if added is not None:
-            residual = added if residual is None else residual + added
-        if not in_place:
-            return SharedDrive.of(drives, self.lengths, residual, affine)
-        self.drives, self.affine, self.residual = drives, affine, residual
+    def view_of(self, base: Frames, view: Callable[[Tensor], Tensor]) -> Self:
+        """Say that the frames are a view of another value's: who writes into the ones writes into the others."""
+        self._viewed = (base, base.expression, view)
         return self
+
+    def _is_own_node(self) -> bool:
+        with below_functions():
+            return self.grad_fn is self._node and (self._node is not None or not self.requires_grad)
+
+    def frames(self, reader: str = "") -> Tensor:
+        """The frames as an ordinary tensor, made on the first call. Raises StaleValueError where they no longer can be."""
+        if self._made is not None:
+            return self._made
+        if torch.is_grad_enabled() and not self._is_own_node():
+            # Something below Python put the value elsewhere in autograd's graph: take it from there.
+            with below_functions():
+                self._made, self._watched = torch.ops.aten.alias(self), True
+            self._as_made = self._followed = self._made._version
+            return self._made
+        if self._viewed is None and self.maker is not None and not self.expression.made:
+            self.maker.frames_made(reader)
+        with _as_at_birth(self):
+            if self._viewed is not None:
+                made = self._viewed[2](self._viewed[0].frames(reader))
+            else:
+                made = self.expression.make()
+                made = made if self.folded is None else made.flatten(0, 1)
+            if made.is_inference():
+                made = made.clone()  # an ordinary tensor, whose writes are counted
+        self._made = made
+        self._as_made = self._followed = made._version
+        if self._birth is not None:
+            self._birth.frames, self._birth.version = made, made._version
+        return made
+
+    def frames_of_its_own(self, reader: str) -> None:
+        """Make the frames, where they are noted elsewhere, as a copy that may be written."""
+        self._made = self.frames(reader).clone()
+        self._as_made = self._followed = self._made._version
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        frames: Any = self.frames("pickle")
+        return frames.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        frames: Any = self.frames("deepcopy")
+        copied: Tensor = frames.__deepcopy__(memo)
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ASKING:
-            with torch._C.DisableTorchFunctionSubclass():
+        if func in ASKING:
+            with below_functions():
                 return func(*args, **(kwargs or {}))
-        if (func in _ADDING or func in _ADDING_IN_PLACE) and len(args) == 2 and not kwargs:
-            left, right = args
-            in_place = func in _ADDING_IN_PLACE
-            if not isinstance(left, SharedDrive) and not in_place:
-                left, right = right, left
-            fits = isinstance(left, SharedDrive) and isinstance(right, Tensor)
-            if fits and left.shape == right.shape and left.dtype == right.dtype and left.device == right.device:
-                return left.plus(right, in_place)
-
-        def plain(item: Any) -> Any:
-            return item.frames() if isinstance(item, SharedDrive) else item
-
-        args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        handler = TABLE.get(func)
+        if handler is not None:
+            found = handler(func, args, kwargs or {})
+            if found is not NotImplemented:
+                return found
+        return on_frames(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"sj_tac: {func} reached a shared drive below torch's own functions; convert with fuse=False")
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], Shared) and args[0]._becoming is not None:
+            args[0]._become()
+            return args[0]
+        if func._schema.is_mutable:
+            for x, argument in zip(args, func._schema.arguments, strict=False):
+                if isinstance(x, Frames) and argument.alias_info is not None and argument.alias_info.is_write:
+                    raise StaleValueError(
+                        f"{func} would write, below torch's own functions, into frames that sj_tac has not made; "
+                        "make them ordinary first: x = x[:]"
+                    )
+        args, kwargs = torch.utils._pytree.tree_map(_below, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def add_frames(drives: Tensor, lengths: Sequence[int], residual: Tensor | None) -> Tensor:
-    """``repeat(drives, lengths) + residual``, without writing the repeated drives where all groups are equally long."""
-    if residual is None:
-        return reference.repeat(drives, lengths)
-    if lengths[-1] != lengths[0]:
-        return reference.repeat(drives, lengths) + residual
-    grouped = residual.reshape(len(lengths), lengths[0], *residual.shape[1:])
-    return (grouped + drives.unsqueeze(1)).flatten(0, 1)
+def _below(x: Any) -> Any:
+    """A value's frames for what runs below autograd."""
+    if not isinstance(x, Frames):
+        return x
+    if x._made is not None:
+        if x._made._version != x._followed and x._made.requires_grad:
+            raise StaleValueError(
+                "the frames of a value were written through a view of them, and what reads the value now cannot know of the "
+                "gradient; write into a copy: v = x[0].clone()"
+            )
+        return x._made.detach()
+    made = x.expression.make()
+    return (made.flatten(0, 1) if x.folded is not None else made).detach()
+
+
+@contextmanager
+def _modes(recorded: bool, device: str) -> Iterator[None]:
+    with torch.inference_mode(False), torch.set_grad_enabled(recorded), torch.autocast(device, enabled=False):
+        yield
+
+
+def _as_at_birth(value: Frames) -> AbstractContextManager[None]:
+    """Frames are made under the gradient mode of the value's birth, outside autocast and inference mode."""
+    plain = not torch.is_autocast_enabled(value.kind[1].type) and not torch.is_inference_mode_enabled()
+    if plain and torch.is_grad_enabled() == value._recorded:
+        return nullcontext()
+    return _modes(value._recorded, value.kind[1].type)
+
+
+class Shared(Frames):
+    """Frames that are shared by steps: one compact frame [G, N, ...] stands for several. Its expression says for which.
+
+    Attributes:
+        means: the groups over which a neuron behind emits the mean of its steps, behind a count collapse; else None.
+        merges: a neuron behind takes one step on each compact frame, in a binary collapse; normalize: as in the policy.
+    """
+
+    expression: SharedExpression
+    means: Groups | None = None
+    merges: bool = False
+    normalize: bool = True
+    _becoming: tuple[SharedExpression, Groups | None] | None = None
+
+    @staticmethod
+    def of(expression: SharedExpression, means: Groups | None = None, folded: int | None = None) -> Shared:
+        """The value of an expression, in its dtype and on its device."""
+        compact, steps = expression.compact, expression.groups.total
+        shape = (steps, *compact.shape[1:]) if folded is None else (steps * compact.shape[1], *compact.shape[2:])
+        made = Shared._born(expression, shape, compact, steps, folded)
+        if means is not None:
+            made.__dict__["means"] = means
+        return made
+
+    def like(self, compact: Tensor, folded: int | None = None) -> Shared:
+        """A value of the same groups, of another compact form."""
+        made = Shared.of(SharedExpression(compact, self.expression.groups), self.means, folded)
+        held = made.__dict__
+        held["maker"], held["merges"], held["normalize"] = self.maker, self.merges, self.normalize
+        return made
+
+    @property
+    def is_bare(self) -> bool:
+        """True where nothing was added: the compact form says it all."""
+        return self.expression.residual is None
+
+    def _become(self) -> None:
+        """The new expression of ``x += y``, once autograd has taken note of the sum."""
+        assert self._becoming is not None
+        self.expression, self.means = self._becoming
+        self.merges = False
+
+
+class Spikes(Frames):
+    """What a fused neuron gives: sums for whoever was planned to read it; the frames by running the steps again.
+
+    Attributes:
+        sums: [G, N, ...] by what a convolution wants; pooled: the window of the pool that was planned behind the neuron, and
+            the value that it makes; means: groups over which that pool is still to take the mean, or None.
+    """
+
+    sums: dict[Sums, Tensor]
+    pooled: tuple[tuple[int, ...], Tensor] | None
+    means: Groups | None = None
+
+    @staticmethod
+    def of(
+        expression: Expression,
+        shape: tuple[int, ...],
+        like: Tensor,
+        *,
+        sums: dict[Sums, Tensor] | None = None,
+        pooled: tuple[tuple[int, ...], Tensor] | None = None,
+        folded: tuple[int, int] | None = None,
+    ) -> Spikes:
+        """A value of ``shape``, of the dtype and device of ``like``; ``folded``: T and N where they are one dimension."""
+        steps, batch = folded or (shape[0], None)
+        made = Spikes._born(expression, shape, like, steps, batch)
+        held = made.__dict__
+        held["sums"], held["pooled"] = {} if sums is None else sums, pooled
+        return made
+
+
+# Questions that are answered for the frames without making them.
+ASKING: set[Any] = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta")
+    ),
+    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__),
+    *(Tensor.nelement, Tensor.element_size, torch.numel, torch.is_floating_point, torch.is_complex),
+}
+# From here on somebody else wants the gradient of the frames themselves.
+GRADIENTS: set[Any] = {
+    *(Tensor.retain_grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_),
+    torch.autograd.grad,
+}
+# From here on somebody may write into the frames past their version counter.
+MEMORY: set[Any] = {
+    *(Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),  # type: ignore[attr-defined]
+    *(Tensor.__dlpack__, Tensor.set_, Tensor.share_memory_),
+}
+TABLE: dict[Any, Callable[..., Any]] = {}
+
+
+def on_frames(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of ordinary frames, and where it wrote into a value's frames, that value again."""
+    reader = getattr(func, "__name__", str(func))
+    read = _watch if func in GRADIENTS or func in MEMORY or reader == "__set__" else _read
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, Frames):
+            return read(x, func, reader)
+        if type(x) in (tuple, list):
+            return type(x)([plain(item) for item in x])
+        return x
+
+    first, out = args[0] if args else None, kwargs.get("out")
+    if isinstance(first, Frames) and first._made is None and first.expression.noted and _writes(reader):
+        first.frames_of_its_own(reader)
+    args = tuple([plain(x) for x in args])
+    found = func(*args, **{name: plain(x) for name, x in kwargs.items()})
+    if isinstance(first, Frames):
+        frames = args[0]
+        if frames._version != first._followed and (found is frames or found is None):
+            _follow(first, frames)  # in place; item assignment gives nothing back
+        if found is frames:
+            return first
+    if isinstance(out, Frames) and out._made is not None:
+        _follow(out, out._made)
+        return out
+    return found
+
+
+def _read(x: Frames, func: Any, reader: str) -> Tensor:
+    return x.frames(reader)
+
+
+def _watch(x: Frames, func: Any, reader: str) -> Tensor:
+    """The frames of a value whose gradient or memory is asked for; from then on they are what the value is."""
+    if func in GRADIENTS and x._taken:
+        raise StaleValueError(
+            f"{reader}: the gradient of these frames is not known, because the next converted layer read sums of them, not "
+            "the frames; ask for it before that layer is called (retain_grad in a forward hook), or convert with fuse=False"
+        )
+    frames = x.frames(reader)
+    if x._viewed is not None or x.folded is not None or not x.intact or not _settle(x, frames):
+        x._watched = True
+        if x._viewed is not None:
+            x._viewed[0]._watched = True
+    return frames
+
+
+def _settle(x: Frames, frames: Tensor) -> bool:
+    """Make a value one of its own frames, whose mark of a collapse stays; False where it has no such form."""
+    source = x.pooled[1] if isinstance(x, Spikes) and x.pooled is not None else x
+    if not isinstance(source, Shared):
+        return False
+    groups = source.expression.groups
+    if groups.frames is not groups.steps or source.merges:
+        return False
+    x.__class__ = Shared
+    held = x.__dict__
+    held["expression"], held["means"] = SharedExpression(frames, single(x.steps)), source.means
+    held["merges"], held["normalize"], held["_becoming"] = False, True, None
+    return True
+
+
+def _writes(name: str) -> bool:
+    """True for the name of a torch function that writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
+
+
+def _follow(value: Frames, frames: Tensor) -> None:
+    """Tie a value to its frames, which were written."""
+    if torch.is_grad_enabled() and (frames.requires_grad or value._node is not None):
+        with below_functions():
+            Followed.apply(value, frames)
+            value._node = value.grad_fn
+        value._birth = None
+    value._followed = frames._version
+
+
+def ordinary(x: Any, reader: str = "") -> Any:
+    """A tensor without notes: the frames of a value, anything else as it is."""
+    return x.frames(reader) if isinstance(x, Frames) else x

@@ -1,0 +1,113 @@
+"""How the frames of a value are made: pure functions of explicit inputs. An expression never changes and knows no value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from sj_tac.kernels import reference
+from sj_tac.runtime.groups import Groups
+
+
+class Expression:
+    """Frames [T, N, ...] as a function of ``inputs``, to which gradients may flow.
+
+    ``on`` is called with the inputs, or with detached ones in a backward. ``made`` says that making costs nothing.
+    """
+
+    inputs: tuple[Tensor, ...]
+    made = False
+    # Another expression is made of this one's frames: who writes into them writes into a copy.
+    noted = False
+
+    def on(self, *inputs: Tensor) -> Tensor:
+        """The frames, of other tensors in the inputs' places."""
+        raise NotImplementedError  # pragma: no cover
+
+    def make(self) -> Tensor:
+        """The frames."""
+        return self.on(*self.inputs)
+
+    @property
+    def differentiates(self) -> bool:
+        """True where a gradient may flow to one of the inputs."""
+        return any(x.requires_grad for x in self.inputs)
+
+
+class SharedExpression(Expression):
+    """``repeat(map(compact)) + residual``: what converted convolutions give.
+
+    Args:
+        compact: [G, N, C, ...]; groups: what each of them stands for.
+        affine: scale and shift [C] of an affine map of the channels that is noted and not yet applied, or None.
+        residual: an expression of the same T that is added, or None.
+    """
+
+    def __init__(
+        self,
+        compact: Tensor,
+        groups: Groups,
+        affine: tuple[Tensor, Tensor] | None = None,
+        residual: Expression | None = None,
+    ) -> None:
+        self.compact, self.groups, self.affine, self.residual = compact, groups, affine, residual
+        self.inputs = (compact, *(affine or ()), *(residual.inputs if residual is not None else ()))
+
+    def mapped(self) -> Tensor:
+        """The compact form behind its affine map."""
+        return _mapped(self.compact, self.affine)
+
+    def on(self, *inputs: Tensor) -> Tensor:
+        compact, rest = inputs[0], inputs[1:]
+        affine = (rest[0], rest[1]) if self.affine is not None else None
+        frames = reference.repeat(_mapped(compact, affine), self.groups.frames)
+        if self.residual is not None:
+            return frames + self.residual.on(*rest[2 if affine is not None else 0 :])
+        # Never the compact form itself: who writes into the frames must not write into that.
+        return frames.clone() if frames is compact else frames
+
+
+def _mapped(compact: Tensor, affine: tuple[Tensor, Tensor] | None) -> Tensor:
+    if affine is None:
+        return compact
+    scale, shift = (x.view(-1, *[1] * (compact.dim() - 3)) for x in affine)
+    return (compact.to(scale.dtype) * scale + shift).to(compact.dtype)
+
+
+class Computed(Expression):
+    """What a function gives."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+        self.function, self.inputs = function, tuple(inputs)
+
+    def on(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+class Made(Computed):
+    """What a function has given already; computed again only where somebody wrote into that."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], frames: Tensor) -> None:
+        super().__init__(function, inputs)
+        self.frames = frames
+        # Tensors of inference mode keep no version: nobody can tell whether they were written.
+        self.version = None if frames.is_inference() else frames._version
+
+    @property
+    def made(self) -> bool:  # type: ignore[override]
+        return self.version is not None and self.frames._version == self.version
+
+    def make(self) -> Tensor:
+        return self.frames if self.made else super().make()
+
+
+def both(a: Expression, b: Expression, function: Callable[[Tensor, Tensor], Tensor]) -> Expression:
+    """``function`` of the frames of two expressions."""
+    split = len(a.inputs)
+    return Computed(lambda *x: function(a.on(*x[:split]), b.on(*x[split:])), (*a.inputs, *b.inputs))
+
+
+def over(a: Expression, function: Callable[[Tensor], Tensor]) -> Expression:
+    """``function`` of the frames of an expression."""
+    return Computed(lambda *x: function(a.on(*x)), a.inputs)

@@ -1,0 +1,220 @@
+"""What the norms, pools and Dropouts of a converted net become: they act on what is in front of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac import host
+from sj_tac.host import layer
+from sj_tac.kernels import reference
+from sj_tac.kernels.weighted_norm import weighted_batch_norm
+from sj_tac.kernels.weights import group_lengths
+from sj_tac.runtime.borders import PLAIN, Borders, Span
+from sj_tac.runtime.expressions import Made, SharedExpression, over
+from sj_tac.runtime.groups import Groups
+from sj_tac.runtime.table import is_usable
+from sj_tac.runtime.values import Shared, Spikes, ordinary
+
+
+@dataclass(eq=False)
+class Norm:
+    """A BatchNorm that may be frozen, and that remembers whether it learnt from aggregated frames."""
+
+    name: str
+    borders: Borders
+    aggregated: bool = False
+    frozen: bool = False
+    moved: bool = False
+
+
+@dataclass(eq=False)
+class Pool:
+    """A pool or Dropout behind a neuron. ``means``: it takes the mean of each group's steps, by the trace's ``span``."""
+
+    borders: Borders
+    span: Span = PLAIN
+    means: bool = False
+
+
+class _LearningNorm(nn.modules.batchnorm._BatchNorm):
+    """A BatchNorm that may be frozen, and that remembers whether it learnt from aggregated frames."""
+
+    _tac: Norm
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(mode and not self._tac.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._note_learning()
+        result: Tensor = super().forward(x)
+        return result
+
+    def _note_learning(self) -> None:
+        if self.training:
+            self._tac.moved = self._tac.moved or self._tac.aggregated
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._tac.moved = False
+
+
+class NormModule(_LearningNorm):
+    """A BatchNorm that notes its affine map on drives; in training its statistics weigh a drive by the steps it is for."""
+
+    _is_plain_norm = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        usable = isinstance(x, Shared) and is_usable(x) and x.is_bare and host.is_multi_step(self)
+        if not usable or host.uses_batch_statistics(self):
+            return super().forward(ordinary(x, self._tac.name))
+        assert isinstance(x, Shared)
+        expression = x.expression
+        x.note_use()
+        if not self.training and expression.affine is None:
+            made = Shared.of(SharedExpression(expression.compact, expression.groups, host.affine(self)), x.means)
+            made.maker, made.merges, made.normalize = x.maker, x.merges, x.normalize
+            return made
+        return x.like(self._of_compact(expression.mapped(), expression.groups.frames))
+
+    def _of_compact(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Compact frames, each of which stands for ``lengths`` frames."""
+        if not self.training or lengths[-1] == lengths[0]:
+            return super().forward(x)
+        plain = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
+        # torch's own BatchNorm knows what to do without samples.
+        if self._is_plain_norm and plain and x.numel():
+            self._note_learning()
+            return weighted_batch_norm(self, x, lengths)
+        return reference.first(super().forward(reference.repeat(x, lengths)), lengths)
+
+
+class TACBatchNorm1d(NormModule, layer.BatchNorm1d):
+    """BatchNorm1d of a converted net."""
+
+
+class TACBatchNorm2d(NormModule, layer.BatchNorm2d):
+    """BatchNorm2d of a converted net."""
+
+
+class TACBatchNorm3d(NormModule, layer.BatchNorm3d):
+    """BatchNorm3d of a converted net."""
+
+
+class TACThresholdDependentBatchNorm2d(NormModule, layer.ThresholdDependentBatchNorm2d):
+    """ThresholdDependentBatchNorm2d of a converted net."""
+
+    _is_plain_norm = False  # its host scales what torch's BatchNorm gives
+
+
+class InnerBatchNorm1d(_LearningNorm, nn.BatchNorm1d):
+    """torch's BatchNorm1d in a container of a converted net."""
+
+
+class InnerBatchNorm2d(_LearningNorm, nn.BatchNorm2d):
+    """torch's BatchNorm2d in a container of a converted net."""
+
+
+class InnerBatchNorm3d(_LearningNorm, nn.BatchNorm3d):
+    """torch's BatchNorm3d in a container of a converted net."""
+
+
+def pending(frames: Tensor, means: Groups) -> Spikes:
+    """Frames whose mean over ``means`` a pool further on will take."""
+    made = Spikes.of(Made(torch.clone, (frames,), frames), tuple(frames.shape), frames)
+    made.means = means
+    return made
+
+
+class _PoolModule(nn.Module):
+    """A pool that hands on what a unit has pooled already."""
+
+    _tac: Pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        pool = self._tac
+        if not host.is_multi_step(self):
+            return self._pooled(ordinary(x, "a pool"))
+        if isinstance(x, Spikes) and is_usable(x):
+            if x.pooled is not None and x.pooled[0] == host.pool_window(self):
+                x.note_use()
+                return x.pooled[1]
+            if x.means is not None:
+                steps = self._pooled(x.frames("a pool"))
+                if pool.means:
+                    return Shared.of(SharedExpression(reference.mean(steps, x.means.steps), x.means), x.means)
+                return pending(steps, x.means)
+        if not (pool.means and pool.borders.are_plain):
+            return self._pooled(x)
+        frames = ordinary(x, "a pool")
+        merged = group_lengths(frames.shape[0], pool.span.merged)
+        steps = self._pooled(reference.mean_of_alike(frames, merged))
+        lengths = group_lengths(steps.shape[0], pool.span.stretch)
+        return reference.repeat(reference.repeat(reference.mean(steps, lengths), lengths), merged)
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        return result
+
+
+class TACMaxPool2d(_PoolModule, layer.MaxPool2d):
+    """MaxPool2d of a converted net."""
+
+
+class TACAvgPool2d(_PoolModule, layer.AvgPool2d):
+    """AvgPool2d of a converted net."""
+
+
+class _DropoutModule(nn.Module):
+    """A Dropout whose one mask serves all frames, and so sums and shared frames, too."""
+
+    _tac: Pool
+    mask: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, (Shared, Spikes)) or not is_usable(x) or not host.is_multi_step(self):
+            plain: Tensor = super().forward(ordinary(x, "a Dropout"))
+            return plain
+        if not self.training:
+            return x
+        if isinstance(x, Shared):
+            if not x.is_bare:
+                frames: Tensor = super().forward(x.frames("a Dropout"))
+                return frames
+            return x.like(super().forward(x.expression.mapped()))
+        if len(x.sums) == 1:
+            ((wanted, summed),) = x.sums.items()
+            masked = super().forward(summed)
+        else:
+            masked = super().forward(x.frames("a Dropout"))
+            return masked if x.means is None else pending(masked, x.means)
+        mask = self.mask
+        made = Spikes.of(over(x.expression, lambda t: t * mask), tuple(x.shape), masked, sums={wanted: masked})
+        made.maker = x.maker
+        return made
+
+
+class TACDropout(_DropoutModule, layer.Dropout):
+    """Dropout of a converted net."""
+
+
+class TACDropout2d(_DropoutModule, layer.Dropout2d):
+    """Dropout2d of a converted net."""
+
+
+LAYER_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
+    layer.BatchNorm1d: TACBatchNorm1d,
+    layer.BatchNorm2d: TACBatchNorm2d,
+    layer.BatchNorm3d: TACBatchNorm3d,
+    layer.ThresholdDependentBatchNorm2d: TACThresholdDependentBatchNorm2d,
+    nn.BatchNorm1d: InnerBatchNorm1d,
+    nn.BatchNorm2d: InnerBatchNorm2d,
+    nn.BatchNorm3d: InnerBatchNorm3d,
+    layer.MaxPool2d: TACMaxPool2d,
+    layer.AvgPool2d: TACAvgPool2d,
+    layer.Dropout: TACDropout,
+    layer.Dropout2d: TACDropout2d,
+}

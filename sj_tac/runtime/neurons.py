@@ -1,0 +1,301 @@
+"""What neurons become: units that run with the norm before and the pool behind them as one operator, ``fire``.
+
+A unit looks at the value it is handed. Drives that steps share it runs on as they are, with the affine map and the residual
+that the value notes; anything else as frames. What it emits is prepared for the reader that was planned, and says so itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac import host
+from sj_tac.host import neuron
+from sj_tac.kernels import reference
+from sj_tac.kernels.weights import group_lengths, temporal_sum
+from sj_tac.runtime.borders import PLAIN, Borders, Span
+from sj_tac.runtime.drives import LOGITS, DriveModule
+from sj_tac.runtime.expressions import Made, SharedExpression, over
+from sj_tac.runtime.groups import Groups, Sums, single
+from sj_tac.runtime.runs import Inputs, Run
+from sj_tac.runtime.values import Shared, Spikes, ordinary
+
+
+@dataclass(eq=False)
+class Unit:
+    """A neuron of a converted net.
+
+    Attributes:
+        span: what the trace says of the frames in front of it; merge: how many steps it takes as one, in a binary collapse.
+        pool: the pool behind it that ``fire`` does, or None; pools_later: the mean is taken at a pool further on.
+        reader: the conv that sums are prepared for, or None.
+        planned: the kernel that will run; slower: why it is not the fastest. ran: the kernel of the last call, or why it
+            ran as the host's own steps; gave: "sums", "means", "frames" or "plain"; made: who had frames made, how often.
+    """
+
+    name: str
+    borders: Borders
+    span: Span = PLAIN
+    merge: int = 1
+    normalize: bool = True
+    pool: Any = None
+    pools_later: bool = False
+    backend: str = "auto"
+    planned: str = ""
+    slower: str = ""
+    ran: str = ""
+    gave: str = ""
+    made: Counter[str] = field(default_factory=Counter)
+    reader: weakref.ref[nn.Module] | None = None
+    _means: dict[Any, tuple[Tensor, int]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A unit alone must not drag its readers along; the root links them again (root.py).
+        return self.__dict__ | {"reader": None, "_means": {}, "made": Counter(self.made)}
+
+    def frames_made(self, reader: str) -> None:
+        self.made[reader] += 1
+
+    def wanted(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> Sums | None:
+        """What the planned reader will sum of the frames of ``groups``; None where it reads frames."""
+        conv: Any = self.reader() if self.reader is not None else None
+        if not isinstance(conv, DriveModule) or not host.is_multi_step(conv):
+            return None
+        found = conv._tac.wants(groups.stepwise(), kind, conv._parameters.get(LOGITS))
+        return None if found is None or found.sums_nothing else found
+
+    def mean_weights(self, means: Groups, kind: tuple[torch.dtype, torch.device]) -> tuple[Tensor, int]:
+        """One weight for each step, whose sums are the means of ``means``; and steps in a whole group."""
+        key = (means, kind)
+        found = self._means.get(key)
+        if found is None:
+            wide = reference.accumulation_dtype(kind[0])
+            found = reference.constant([1.0 / n for n in means.steps for _ in range(n)], wide, kind[1]), means.steps[0]
+            if type(found[0]) is Tensor:
+                self._means = {key: found}
+        return found
+
+
+class UnitModule(neuron.BaseNode):
+    """A neuron of a converted net. Its voltage is float32 for half inputs."""
+
+    _tac: Unit
+
+    def materialize_states(self, inputs: tuple[Any, ...], states: tuple[Any, ...], step_mode: str) -> tuple[Any, ...]:
+        x = inputs[0]
+        wide = host.wide_dtype(x.dtype)
+        if step_mode == "m" and x.dtype != wide and self._neuron_precision is None:
+            # The host keeps the voltage in the input's dtype; a decay of a half voltage loses small drives for good.
+            state, *others = super().materialize_states((x[:1].to(wide), *inputs[1:]), states, step_mode)
+            return (_recordable(state), *others)
+        state, *others = super().materialize_states(inputs, states, step_mode)
+        return (_recordable(state), *others)
+
+    def single_step_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().single_step_forward(ordinary(x, self._tac.name), *args, **kwargs)
+
+    def multi_step_forward(self, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
+        unit = self._tac
+        if unit.borders.are_plain:
+            return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
+        problem = host.neuron_problem(self) or ("it is called with more than its drive" if args or kwargs else "")
+        if self.surrogate_function._forward_hooks or self.surrogate_function._forward_pre_hooks:
+            problem = "a hook watches its surrogate function"
+        shared = x_seq if isinstance(x_seq, Shared) and x_seq.folded is None and x_seq.intact else None
+        if problem:
+            unit.ran, unit.gave = problem, "plain"
+            if args or kwargs:
+                return super().multi_step_forward(ordinary(x_seq, unit.name), *args, **kwargs)
+            return self._steps(ordinary(x_seq, unit.name)) if shared is None else self._by_the_host(shared)
+        if shared is not None:
+            return self._on_drives(shared)
+        x = ordinary(x_seq, unit.name)
+        return self._emit(self._run(x, None, None, single(x.shape[0])), single(x.shape[0]), None)
+
+    def _run(
+        self, y: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor] | None, groups: Groups, merge: Any = None
+    ) -> Run:
+        """A run from the voltages as they are; ``merge``: the value whose drives are one step each."""
+        v = None if host.is_at_rest(self) else _recordable(host.take_state(self, y))
+        scale, shift = affine or (None, None)
+        inputs = Inputs(y, v, residual, scale, shift, self._parameters.get("w"))
+        return Run(self, inputs, list(groups.steps), merge is not None, merge is None or merge.normalize)
+
+    def _by_the_host(self, x: Shared) -> Tensor:
+        """Run the host's own steps on a value's frames, and note of what comes out what ``fire`` would."""
+        unit, groups = self._tac, x.expression.groups
+        frames = x.frames(unit.name)
+        if x.merges:
+            steps, groups = self._merged_steps(frames), groups.merged()
+            return Shared.of(SharedExpression(reference.first(steps, groups.frames), groups))
+        if groups.frames is not groups.steps:
+            groups = groups.stepwise()
+            return Shared.of(SharedExpression(self._steps(reference.first(frames, groups.frames)), groups))
+        spikes = self._steps(frames)
+        if x.means is None:
+            return spikes
+        if unit.pool is None and not unit.pools_later:
+            return Shared.of(SharedExpression(reference.mean(spikes, x.means.steps), x.means), x.means)
+        later = Spikes.of(Made(lambda t: t.clone(), (spikes,), spikes), tuple(spikes.shape), spikes)
+        later.means = x.means
+        return later
+
+    def _on_drives(self, x: Shared) -> Tensor:
+        """Run on drives that steps share, with what the value notes of norms and residuals."""
+        expression = x.expression
+        x.note_use()
+        groups, residual = expression.groups, None
+        if expression.residual is not None:
+            residual = expression.residual.make()
+        y, affine = expression.compact, expression.affine
+        if residual is not None and residual.dtype != y.dtype:
+            y, residual, affine, groups = x.frames(self._tac.name), None, None, single(x.steps)
+        run = self._run(y, residual, affine, groups, x if x.merges else None)
+        return self._emit(run, groups.merged() if x.merges else groups, x.means)
+
+    def _emit(self, run: Run, groups: Groups, means: Groups | None) -> Tensor:
+        """The run's output, as its readers want it; ``groups``: what the drives stand for."""
+        if means is not None and max(means.steps) > 1:
+            return self._emit_means(run, means)
+        if groups.frames is not groups.steps:
+            return self._emit_steps(run, groups)
+        unit, y = self._tac, run.inputs.y
+        pool = unit.pool if len(run.frame) == 4 else None
+        wanted = unit.wanted(groups, (y.dtype, y.device))
+        if wanted is None:
+            out, last = run(pool, None, 1)
+            host.put_state(self, last, [])
+            unit.gave = "frames"
+            frames = Made(run.again(pool, None, 1).function, run.inputs.given(), out)
+            inner = Spikes.of(frames, tuple(out.shape), out)
+        else:
+            out, last = run(pool, wanted.flat, wanted.size)
+            host.put_state(self, last, [])
+            unit.gave = "sums"
+            shape = (groups.total, *out.shape[1:])
+            inner = Spikes.of(run.again(pool, None, 1), shape, out, sums={wanted: out})
+            inner.maker = unit
+        if pool is None:
+            return inner
+        value = Spikes.of(
+            run.again(None, None, 1), (groups.total, *run.frame), out, pooled=(host.pool_window(pool) or (), inner)
+        )
+        value.maker = unit
+        return value
+
+    def _emit_steps(self, run: Run, groups: Groups) -> Tensor:
+        """Behind a binary collapse: a compact frame for every step, which stands for several frames."""
+        unit = self._tac
+        groups = groups.stepwise()
+        pool = unit.pool if len(run.frame) == 4 else None
+        out, last = run(pool, None, 1)
+        host.put_state(self, last, [])
+        unit.gave = "means"
+        inner = Shared.of(SharedExpression(out, groups))
+        if pool is None:
+            return inner
+        shape = (groups.total, *run.frame)
+        frames = over(run.again(None, None, 1), lambda t: reference.repeat(t, groups.frames))
+        value = Spikes.of(frames, shape, out, pooled=(host.pool_window(pool) or (), inner))
+        value.maker = unit
+        return value
+
+    def _emit_means(self, run: Run, means: Groups) -> Tensor:
+        """Behind a count collapse: the mean of each group's steps, taken behind the pool."""
+        unit, y = self._tac, run.inputs.y
+        shape = (means.total, *run.frame)
+        pool = unit.pool if len(run.frame) == 4 else None
+        if unit.pools_later and pool is None:
+            out, last = run(None, None, 1)
+            host.put_state(self, last, [])
+            unit.gave = "frames"
+            later = Spikes.of(Made(run.again(None, None, 1).function, run.inputs.given(), out), shape, out)
+            later.means = means
+            return later
+        weights, size = unit.mean_weights(means, (y.dtype, y.device))
+        out, last = run(pool, weights, size)
+        host.put_state(self, last, [])
+        unit.gave = "means"
+        inner = Shared.of(SharedExpression(out, means), means)
+        if pool is None:
+            return inner
+        frames = over(run.again(None, weights, size), lambda t: reference.repeat(t, means.frames))
+        value = Spikes.of(frames, shape, out, pooled=(host.pool_window(pool) or (), inner))
+        value.maker = unit
+        return value
+
+    # ---- ordinary frames at the borders, by the trace's marks ---------------------------------------------------------
+    def _on_frames(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        unit = self._tac
+        if not torch.compiler.is_compiling():
+            unit.gave = "plain"
+            unit.ran = unit.ran if host.neuron_problem(self) else reference.NAME
+        if args or kwargs:
+            return super().multi_step_forward(x, *args, **kwargs)
+        if unit.merge > 1:
+            return self._merged_steps(x)
+        lengths = group_lengths(x.shape[0], unit.span.merged)
+        spikes = self._steps(reference.mean_of_alike(x, lengths))
+        if unit.span.stretch > 1 and not unit.pools_later and unit.pool is None:
+            inner = group_lengths(spikes.shape[0], unit.span.stretch)
+            spikes = reference.repeat(reference.mean(spikes, inner), inner)
+        return reference.repeat(spikes, lengths)
+
+    def _steps(self, x: Tensor) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._functorch.peek_interpreter_stack() is not None and not host.neuron_problem(self):
+            # The host's surrogate functions know no vmap; the operator does.
+            out, last = self._run(x, None, None, single(x.shape[0]))(None, None, 1)
+            host.put_state(self, last, [])
+            return out
+        # The older host makes a voltage of its input's dtype, so that is what widens it.
+        spikes: Tensor = super().multi_step_forward(x if host.IS_V2 else x.to(host.wide_dtype(x.dtype)))
+        return spikes.to(x.dtype)
+
+    def _merged_steps(self, x: Tensor) -> Tensor:
+        """One step per group: ``h = r + beta^K (v - r) + gamma S_K I`` (``gamma I`` where not normalised)."""
+        unit = self._tac
+        drives = reference.mean_of_alike(x, group_lengths(x.shape[0], unit.span.merged))
+        before = group_lengths(-(-x.shape[0] // (unit.span.merged // unit.merge)), unit.merge)
+        v = host.take_state(self, drives)
+        rest = host.resting_voltage(self)
+        beta, gain = host.decay(self, v.dtype), host.input_gain(self, v.dtype)
+        spikes, voltages = [], []
+        for drive, length in zip(drives.unbind(), before, strict=True):
+            scale = gain * temporal_sum(beta, length) if unit.normalize else gain
+            spike, v = host.fire_and_reset(self, rest + beta**length * (v - rest) + scale * drive.to(v.dtype))
+            spikes.append(spike)
+            voltages.append(v)
+        host.put_state(self, v, voltages)
+        return reference.repeat(torch.stack(spikes).to(x.dtype), group_lengths(x.shape[0], unit.span.merged))
+
+
+def _recordable(v: Tensor) -> Tensor:
+    """Voltages that autograd may save: those of a call in inference mode may not leave it."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return v
+    return v.clone() if v.is_inference() else v
+
+
+class TACLIFNode(UnitModule, neuron.LIFNode):
+    """LIFNode of a converted net."""
+
+
+class TACIFNode(UnitModule, neuron.IFNode):
+    """IFNode of a converted net."""
+
+
+class TACParametricLIFNode(UnitModule, neuron.ParametricLIFNode):
+    """ParametricLIFNode of a converted net."""
+
+
+UNIT_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
+    neuron.LIFNode: TACLIFNode,
+    neuron.IFNode: TACIFNode,
+    neuron.ParametricLIFNode: TACParametricLIFNode,
+}

@@ -1,0 +1,74 @@
+"""A value's place in autograd's graph, for whatever reaches it below Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sj_tac.errors import StaleValueError
+from sj_tac.runtime.expressions import Expression
+
+
+class Birth:
+    """What a value is born as, for autograd to hold. No tensor of it is the Function's own input."""
+
+    def __init__(
+        self,
+        cls: Any,
+        expression: Expression,
+        shape: tuple[int, ...],
+        kind: tuple[torch.dtype, torch.device],
+        folded: int | None,
+    ) -> None:
+        # The frames once they exist, and their version then.
+        self.frames: Tensor | None = None
+        self.version = 0
+        self.cls, self.expression, self.shape, self.kind, self.folded = cls, expression, shape, kind, folded
+
+
+class Born(torch.autograd.Function):
+    """Gives a value its place in autograd's graph, for whatever reaches it below Python."""
+
+    @staticmethod
+    def forward(ctx: Any, birth: Birth, *inputs: Tensor) -> Any:
+        ctx.birth = birth
+        ctx.save_for_backward(*inputs)
+        # Written in place, a value leaves this node behind, which then gets no gradient and has nothing to do.
+        ctx.set_materialize_grads(False)
+        return birth.cls._wrapper(birth.shape, birth.kind)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return (None,) * (1 + len(ctx.saved_tensors))
+        made = ctx.birth.frames
+        if made is not None and made._version != ctx.birth.version:
+            raise StaleValueError(
+                "the frames of a value were written through a view of them, and what reads the value below torch's own "
+                "functions (a custom autograd Function, a checkpoint) cannot know of that gradient; write into a copy: "
+                "v = x[0].clone()"
+            )
+        # Detached: inputs may hang on each other, and the graph behind them is run once, by autograd itself.
+        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            frames = ctx.birth.expression.on(*inputs)
+        if ctx.birth.folded is not None:
+            frames = frames.flatten(0, 1)
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(frames, wanted, gradient, allow_unused=True))
+        return (None, *(next(found) if x.requires_grad else None for x in inputs))
+
+
+class Followed(torch.autograd.Function):
+    """A value whose frames were written: below Python, too, its gradient is theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, frames: Tensor) -> Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient

@@ -1,0 +1,112 @@
+"""One run of a neuron by ``fire``, and the same run again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sj_tac.errors import StaleValueError
+from sj_tac.host import dispatch
+from sj_tac.kernels import fire as kernels
+from sj_tac.runtime.expressions import Computed
+
+
+class Inputs(NamedTuple):
+    """What one run of a unit's neuron reads: the tensors of a ``kernels.fire.Call``, which all may have gradients."""
+
+    y: Tensor
+    v: Tensor | None
+    residual: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    w: Tensor | None
+
+    def given(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in self if x is not None)
+
+    def of(self, tensors: tuple[Tensor, ...]) -> Inputs:
+        """The same with other tensors in the places of those that are given."""
+        found = iter(tensors)
+        return Inputs(*[None if x is None else next(found) for x in self])  # type: ignore[arg-type]
+
+
+class Run:
+    """One run of a neuron, which can be run again: on the same tensors, by the neuron as it was.
+
+    Its shapes are the kernels': [G, N, C, H, W], whatever the dimensions of the frames ``frame``.
+    """
+
+    __slots__ = ("_numbers", "_versions", "frame", "inputs", "lengths", "merges", "node", "normalize", "unit", "wants")
+
+    def __init__(self, node: Any, inputs: Inputs, lengths: list[int], merges: bool, normalize: bool) -> None:
+        self.node, self.unit, self.lengths = node, node._tac, lengths
+        self.frame = inputs.y.shape[1:]
+        if len(self.frame) != 4:
+            v = None if inputs.v is None else _as_maps(inputs.v[None])[0]
+            residual = None if inputs.residual is None else _as_maps(inputs.residual)
+            inputs = inputs._replace(y=_as_maps(inputs.y), v=v, residual=residual)
+        self.inputs, self.merges, self.normalize = inputs, merges, normalize
+        self.wants = dispatch.differentiates(*inputs)
+        self._numbers = _numbers(node)
+        self._versions = [None if x.is_inference() else x._version for x in inputs.given()]
+
+    def __call__(self, pool: Any, weights: Tensor | None, size: int, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
+        """Pooled frames or sums of ``size`` steps, in the frames' own dimensions; and the last voltages."""
+        y, v, residual, scale, shift, w = inputs or self.inputs
+        node, unit = self.node, self.unit
+        if w is not self.inputs.w:
+            node = copy.copy(node)
+            node.__dict__["_parameters"] = {"w": w}
+        kernel, _ = kernels.choose(unit.backend, node, pool, y.device, y.dtype, self.wants)
+        call = kernels.Call(
+            y, node, self.lengths, v, residual, scale, shift, pool, weights, size, self.merges, self.normalize
+        )
+        out, last = kernels.run(kernel, call)
+        unit.ran = kernel
+        if len(self.frame) != 4:
+            out, last = out.reshape(-1, *self.frame), last.reshape(self.frame)
+        return out, last
+
+    def again(self, pool: Any, weights: Tensor | None, size: int) -> Computed:
+        """What another call would give, as an expression of the run's tensors."""
+
+        def fire(*tensors: Tensor) -> Tensor:
+            return self._as_it_was()(pool, weights, size, self.inputs.of(tensors))[0]
+
+        return Computed(fire, self.inputs.given())
+
+    def _as_it_was(self) -> Run:
+        """This run, of a neuron that has the numbers of then. Raises StaleValueError where its tensors were changed."""
+        for x, version in zip(self.inputs.given(), self._versions, strict=True):
+            if version is not None and x._version != version:
+                what = "its time constant w" if x is self.inputs.w else f"a tensor {list(x.shape)} that it read"
+                raise StaleValueError(
+                    f"layer {self.unit.name!r}: {what} was changed in place before the frames of a value that it gave were "
+                    "read; read them before that, for example with value = value[:]"
+                )
+        if _numbers(self.node) == self._numbers:
+            return self
+        then = copy.copy(self)
+        then.node = copy.copy(self.node)
+        # Past the host's setters, which would check what was allowed then.
+        for name, number in zip(_NUMBERS, self._numbers, strict=True):
+            then.node.__dict__[name] = number
+        return then
+
+
+_NUMBERS = ("v_threshold", "v_reset", "detach_reset", "surrogate_function", "tau", "decay_input")
+
+
+def _numbers(node: Any) -> tuple[Any, ...]:
+    return tuple(getattr(node, name, None) for name in _NUMBERS)
+
+
+def _as_maps(x: Tensor) -> Tensor:
+    """Frames of any dimension as [T, N, C, H, W], which is what ``fire`` takes: neurons do not look at their neighbours."""
+    if x.dim() == 5:
+        return x
+    if x.dim() <= 3:
+        return x.reshape(*x.shape[:2], -1, 1, 1)
+    return x.reshape(*x.shape[:3], -1, 1)

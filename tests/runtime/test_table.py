@@ -1,0 +1,198 @@
+"""Every operation of the closed list, on every kind of value: what it gives is what it gives for the frames."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sj_tac.runtime.expressions import Computed, Made, SharedExpression
+from sj_tac.runtime.groups import Groups, even, sums
+from sj_tac.runtime.table import is_usable
+from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes
+
+T, N, C = 5, 2, 4
+SHAPE = (N, C, 6, 6)
+
+
+def shared(means=False, affine=False, residual=False, seed=0):
+    """Drives of groups of 2, 2 and 1 frames."""
+    torch.manual_seed(seed)
+    compact = torch.randn(3, *SHAPE, dtype=torch.float64, requires_grad=True)
+    groups = even(T, 2)
+    maps = (torch.rand(C, dtype=torch.float64) + 0.5, torch.randn(C, dtype=torch.float64)) if affine else None
+    added = None
+    if residual:
+        plain = torch.randn(T, *SHAPE, dtype=torch.float64)
+        added = Made(torch.clone, (plain,), plain)
+    return Shared.of(SharedExpression(compact, groups, maps, added), groups if means else None), compact
+
+
+def spikes(made=False, seed=0):
+    """Spikes with sums of groups of 2 frames, weighted 1/3 and 2/3."""
+    torch.manual_seed(seed)
+    plain = (torch.rand(T, *SHAPE, dtype=torch.float64) < 0.4).double().requires_grad_()
+    ones = Groups((1,) * T, (1,) * T)
+    wanted = sums(ones, 2, [[1 / 3, 2 / 3], [1 / 3, 2 / 3], [1.0]], (torch.float64, torch.device("cpu")), None)
+    summed = torch.stack([plain[0] / 3 + plain[1] * 2 / 3, plain[2] / 3 + plain[3] * 2 / 3, plain[4]])
+    expression = Made(torch.clone, (plain,), plain * 1) if made else Computed(lambda t: t * 1, (plain,))
+    return Spikes.of(expression, (T, *SHAPE), plain, sums={} if made else {wanted: summed}), plain
+
+
+KINDS = {
+    "shared": lambda seed=0: shared(seed=seed),
+    "mapped": lambda seed=0: shared(affine=True, seed=seed),
+    "means": lambda seed=0: shared(means=True, seed=seed),
+    "residual": lambda seed=0: shared(residual=True, seed=seed),
+    "spikes": lambda seed=0: spikes(seed=seed),
+    "made": lambda seed=0: spikes(made=True, seed=seed),
+}
+WEIGHT = torch.randn(3, C, 3, 3, dtype=torch.float64)
+STATISTICS = (torch.randn(C, dtype=torch.float64), torch.rand(C, dtype=torch.float64) + 0.5)
+# name -> (operation, on folded frames). Every function of the table stands here at least once.
+OPERATIONS = {
+    "add": (lambda x, y: x + y, False),
+    "torch.add": (lambda x, y: torch.add(x, y), False),
+    "sub": (lambda x, y: x - y, False),
+    "torch.sub": (lambda x, y: torch.sub(x, y), False),
+    "add of a tensor": (lambda x, y: x + torch.ones(T, *SHAPE, dtype=torch.float64), False),
+    "radd": (lambda x, y: torch.ones(T, *SHAPE, dtype=torch.float64) + x, False),
+    "twice": (lambda x, y: x + x, False),
+    "iadd": (lambda x, y: x.__iadd__(y), False),
+    "isub": (lambda x, y: x.sub_(y), False),
+    "cat": (lambda x, y: torch.cat([x, y], 2), False),
+    "concat": (lambda x, y: torch.concat((x, y), dim=-1), False),
+    "cat in time": (lambda x, y: torch.cat([x, y], 0), False),
+    "flatten": (lambda x, y: x.flatten(2), False),
+    "torch.flatten": (lambda x, y: torch.flatten(x, 3, 4), False),
+    "fold": (lambda x, y: x.flatten(0, 1), False),
+    "fold by view": (lambda x, y: x.reshape(-1, *SHAPE[1:]), False),
+    "fold and back": (lambda x, y: x.flatten(0, 1).unflatten(0, (T, N)), False),
+    "fold and view": (lambda x, y: x.flatten(0, 1).view(T, N, *SHAPE[1:]), False),
+    "all of it": (lambda x, y: x.flatten(), False),
+    "unsqueeze": (lambda x, y: x.unsqueeze(2), False),
+    "unsqueeze in front": (lambda x, y: x.unsqueeze(0), False),
+    "squeeze": (lambda x, y: x.unsqueeze(3).squeeze(3), False),
+    "contiguous": (lambda x, y: x.contiguous(), False),
+    "times": (lambda x, y: x * 0.5, False),
+    "rtimes": (lambda x, y: 3 * x, False),
+    "by": (lambda x, y: x / 4, False),
+    "torch.div": (lambda x, y: torch.div(x, 2), False),
+    "product": (lambda x, y: x * y, False),
+    "negative": (lambda x, y: -x, False),
+    "plus a number": (lambda x, y: x + 0.5, False),
+    "a number minus": (lambda x, y: 1 - x, False),
+    "minus a number": (lambda x, y: x - 2, False),
+    "in place by a number": (lambda x, y: x.__iadd__(0.25), False),
+    "clone": (lambda x, y: x.clone(), False),
+    "positive": (lambda x, y: +x, False),
+    "detach": (lambda x, y: x.detach() + x, False),
+    "mean": (lambda x, y: x.mean((3, 4)), False),
+    "torch.sum": (lambda x, y: torch.sum(x, 2, keepdim=True), False),
+    "mean over time": (lambda x, y: x.mean(0), False),
+    "mean over the batch": (lambda x, y: x.mean((1, 3)), False),
+    "dropout, off": (lambda x, y: F.dropout(x, 0.5, training=False), False),
+    "avg_pool2d": (lambda x, y: F.avg_pool2d(x, 2), True),
+    "adaptive_avg_pool2d": (lambda x, y: F.adaptive_avg_pool2d(x, 2), True),
+    "avg_pool1d": (lambda x, y: F.avg_pool1d(x.flatten(2), 3), True),
+    "max_pool2d": (lambda x, y: F.max_pool2d(x, 2), True),
+    "conv2d": (lambda x, y: F.conv2d(x, WEIGHT, padding=1), True),
+    "batch_norm": (lambda x, y: F.batch_norm(x, *STATISTICS), True),
+    "batch_norm, training": (lambda x, y: F.batch_norm(x, None, None, training=True), True),
+    "linear": (lambda x, y: F.linear(x, WEIGHT[0, 0].new_ones(2, 6)), True),
+    "linear, unfolded": (lambda x, y: F.linear(x, WEIGHT[0, 0].new_ones(2, 6)), False),
+    "unknown": (lambda x, y: torch.relu(x), False),
+    "slice": (lambda x, y: x[1:-1:2], False),
+}
+
+
+def plain_of(x):
+    """The frames, made by the expression itself: independent of the table."""
+    return x.expression.on(*x.expression.inputs)
+
+
+def ordinary(x):
+    return x.frames() if isinstance(x, Frames) else x
+
+
+@pytest.mark.parametrize("name", list(OPERATIONS))
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("other", ["same kind", "spikes", "shared"])
+def test_an_operation_gives_what_it_gives_for_the_frames(kind, name, other):
+    operation, folded = OPERATIONS[name]
+    (x, leaf), (y, _) = KINDS[kind](), KINDS[kind if other == "same kind" else other](seed=1)
+    a, b = plain_of(x).clone(), plain_of(y).detach()
+    if folded:
+        a, x = a.flatten(0, 1), x.flatten(0, 1)
+        assert isinstance(x, Frames)
+    assert is_usable(x) or folded
+    expected, got = operation(a, b), operation(x, y)
+    assert tuple(got.shape) == tuple(expected.shape)
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(ordinary(got), expected, rtol=1e-12, atol=1e-12)
+    weight = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    (wanted,) = torch.autograd.grad((expected * weight).sum(), leaf, retain_graph=True)
+    (found,) = torch.autograd.grad((got * weight).sum(), leaf)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n, (_, folded) in OPERATIONS.items() if not folded])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("change", ["written", "watched", "data", "read", "view written"])
+def test_it_does_so_for_values_that_were_written_or_watched(kind, name, change):
+    operation = OPERATIONS[name][0]
+    with torch.no_grad():
+        (x, _), (y, _) = KINDS[kind](), KINDS[kind](seed=1)
+        a, b = plain_of(x).clone(), plain_of(y).clone()
+        for value in (x, a):
+            if change == "written":
+                value.mul_(1.5)
+            elif change == "view written":
+                value.flatten(0, 1)[3:5].add_(0.25)
+            elif change == "data":
+                value.data.sub_(0.5)
+            elif change == "watched":
+                value.requires_grad_()
+            else:
+                value.sum()
+        if change == "watched":
+            x.requires_grad_(False)
+            a.requires_grad_(False)
+        torch.testing.assert_close(ordinary(operation(x, y)), operation(a, b), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["shared", "mapped", "means", "spikes"])
+def test_sums_are_sums_of_the_frames(kind):
+    """What an operation makes of the sums is what the sums of its frames would be."""
+    for name, (operation, folded) in OPERATIONS.items():
+        (x, _), (y, _) = KINDS[kind](), KINDS[kind](seed=1)
+        value = operation(x.flatten(0, 1) if folded else x, y)
+        if not isinstance(value, Spikes) or not value.sums or not value.intact:
+            continue
+        frames = value.frames()
+        frames = frames.unflatten(0, (T, N)) if value.folded is not None else frames
+        for wanted, summed in value.sums.items():
+            groups = zip(wanted.rows, frames.split(2), strict=True)
+            rows = [sum(w * f for w, f in zip(row, group, strict=True)) for row, group in groups]
+            torch.testing.assert_close(summed, torch.stack(rows), rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_the_list_is_closed_and_every_entry_is_tried():
+    called = set()
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called.add(func)
+            return func(*args, **(kwargs or {}))
+
+    (x, _), (y, _) = shared(), shared(seed=1)
+    with Watch():
+        for operation, folded in OPERATIONS.values():
+            operation(x.flatten(0, 1) if folded else x * 1, y)
+    known = {getattr(f, "__name__", str(f)).strip("_") for f in called}
+    others = {  # the same functions under other names, and those for frames of other dimensions
+        "requires_grad", "get", "iadd", "isub", "radd", "rmul", "mul", "truediv", "div", "neg", "concatenate", "avg_pool3d",
+        "adaptive_avg_pool1d", "adaptive_avg_pool3d", "dropout1d", "dropout2d", "dropout3d", "conv1d", "conv3d",
+        "boolean_dispatch", "rsub", "pos", "max_pool1d", "max_pool3d", "sub", "add", "fn", "view", "reshape",
+    }  # fmt: skip
+    assert {getattr(f, "__name__", str(f)).strip("_") for f in TABLE} - known - others == set()
+    assert Tensor.relu not in TABLE
