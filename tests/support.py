@@ -186,7 +186,7 @@ def recorded(net: nn.Module, kinds: Any = neuron.BaseNode) -> Iterator[dict[str,
     """Outputs of every module of these types, call by call."""
     outputs: dict[str, list[torch.Tensor]] = {}
     handles = [
-        m.register_forward_hook(lambda m, a, out, name=name: outputs.setdefault(name, []).append(out.detach().clone()))
+        m.register_forward_hook(lambda m, a, out, name=name: outputs.setdefault(name, []).append(out.detach()[:].clone()))
         for name, m in net.named_modules()
         if isinstance(m, kinds)
     ]
