@@ -75,7 +75,7 @@ STRAIGHT = (Do("block"), Do("block"))
 
 
 @settings(
-    max_examples=200,
+    max_examples=80,
     derandomize=True,
     database=None,
     deadline=None,
