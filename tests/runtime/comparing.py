@@ -15,6 +15,7 @@ from spikingjelly.activation_based import functional, neuron
 from torch import Tensor, nn
 
 import sj_tac
+from sj_tac import host
 
 POLICIES = [("preserve", 2), ("preserve", 3), ("collapse", 2), ("collapse", 3)]
 CLOSE = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
@@ -62,6 +63,8 @@ def forward(net: nn.Module, x: Any) -> Any:
 def run(net: nn.Module, x: Any, way: Way = WAYS[0], call: Callable[..., Any] = forward, marks: bool = False) -> Outcome:
     """One call from rest, with a backward where the way has gradients. Running statistics are as before, afterwards."""
     net.train(way.train)
+    if way.grad in ("grad", "input"):
+        learning(net)
     reset(net)
     before = {n: b.clone() for n, b in net.named_buffers()}
     net.zero_grad()
@@ -81,6 +84,14 @@ def run(net: nn.Module, x: Any, way: Way = WAYS[0], call: Callable[..., Any] = f
     for name, buffer in net.named_buffers():
         buffer.copy_(before[name])
     return outcome
+
+
+def learning(net: nn.Module) -> None:
+    """Under the older host a neuron passes gradients in training mode only; a neuron does nothing else differently there."""
+    if not host.IS_V2:
+        for node in net.modules():
+            if isinstance(node, neuron.BaseNode):
+                node.train()
 
 
 def reset(net: nn.Module) -> None:
