@@ -26,16 +26,23 @@ def affine(norm: Any) -> tuple[Tensor, Tensor]:
     return scale, shift if bias is None else bias + shift
 
 
+_ONE = np.float32(1)
+
+
 def _affine_of_numbers(
     mean: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``affine`` in NumPy, operation for operation: a call of torch's costs more than the arithmetic of a few channels."""
-    scale = 1 / np.sqrt(var.numpy() + np.float32(eps))
+    scale = np.add(var.numpy(), np.float32(eps))
+    np.sqrt(scale, out=scale)
+    np.divide(_ONE, scale, out=scale)
     if weight is not None:
-        scale = weight.detach().numpy() * scale
-    shift = -mean.numpy() * scale
-    if bias is not None:
-        shift = bias.detach().numpy() + shift
+        np.multiply(weight.detach().numpy(), scale, out=scale)
+    shift = np.multiply(mean.numpy(), scale)
+    if bias is None:
+        np.negative(shift, out=shift)
+    else:
+        np.subtract(bias.detach().numpy(), shift, out=shift)  # b - m s is b + (-m) s, to the last bit
     return torch.from_numpy(scale), torch.from_numpy(shift)
 
 

@@ -95,9 +95,11 @@ def is_composite(module: nn.Module) -> bool:
 
 def is_multi_step(module: nn.Module) -> bool:
     """False only where the module has a ``step_mode`` and it is not ``"m"``."""
-    return getattr(module, "step_mode", "m") == "m"
+    # The host keeps it here, behind a property; a call asks every one of its modules.
+    mode = module.__dict__.get("_step_mode")
+    return (getattr(module, "step_mode", "m") if mode is None else mode) == "m"
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:
     """True where a BatchNorm keeps no running statistics and so normalises by the batch's own, in eval mode too."""
-    return getattr(norm, "running_mean", None) is None
+    return norm._buffers.get("running_mean") is None

@@ -277,7 +277,8 @@ class DriveModule(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         """Raise InputError where ``x`` is not frames that this layer takes."""
-        if x.dim() != self._rank or x.shape[2] != self.in_channels or not x.shape[0]:
+        shape = x.shape
+        if len(shape) != self._rank or shape[2] != self.in_channels or not shape[0]:
             check_frames(x, self.inner(), self._tac.name)
 
     def macs(self) -> tuple[int, int] | None:

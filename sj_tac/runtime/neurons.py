@@ -104,7 +104,8 @@ class UnitModule(neuron.BaseNode):
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
         problem = host.neuron_problem(self) or ("it is called with more than its drive" if args or kwargs else "")
-        if self.surrogate_function._forward_hooks or self.surrogate_function._forward_pre_hooks:
+        surrogate = self._modules.get("surrogate_function")  # a bare function is no module
+        if surrogate is not None and (surrogate._forward_hooks or surrogate._forward_pre_hooks):
             problem = "a hook watches its surrogate function"
         shared = x_seq if isinstance(x_seq, Shared) and x_seq.folded is None and x_seq.intact else None
         if problem:

@@ -50,7 +50,7 @@ class Run:
         self.inputs, self.merges, self.normalize = inputs, merges, normalize
         self.wants = dispatch.differentiates(*inputs)
         self._numbers = _numbers(node)
-        self._versions = [None if x.is_inference() else x._version for x in inputs.given()]
+        self._versions = [None if x.is_inference() else x._version for x in self._read()]
 
     def __call__(self, pool: Any, weights: Tensor | None, size: int, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
         """Pooled frames or sums of ``size`` steps, in the frames' own dimensions; and the last voltages."""
@@ -77,30 +77,38 @@ class Run:
 
         return Computed(fire, self.inputs.given())
 
+    def _read(self) -> tuple[Tensor, ...]:
+        """Every tensor that the run reads, a trained threshold among them."""
+        threshold, given = self.node.v_threshold, self.inputs.given()
+        return (*given, threshold) if isinstance(threshold, Tensor) else given
+
     def _as_it_was(self) -> Run:
         """This run, of a neuron that has the numbers of then. Raises StaleValueError where its tensors were changed."""
-        for x, version in zip(self.inputs.given(), self._versions, strict=True):
+        then = copy.copy(self)
+        then.node = copy.copy(self.node)
+        # Past the host's setters, which would check what was allowed then.
+        numbers, surrogate = self._numbers
+        held = then.node.__dict__
+        held.update(numbers)
+        if surrogate is not None:
+            held["_modules"] = {**held["_modules"], "surrogate_function": surrogate}
+        for x, version in zip(then._read(), self._versions, strict=True):
             if version is not None and x._version != version:
                 what = "its time constant w" if x is self.inputs.w else f"a tensor {list(x.shape)} that it read"
                 raise StaleValueError(
                     f"layer {self.unit.name!r}: {what} was changed in place before the frames of a value that it gave were "
                     "read; read them before that, for example with value = value[:]"
                 )
-        if _numbers(self.node) == self._numbers:
-            return self
-        then = copy.copy(self)
-        then.node = copy.copy(self.node)
-        # Past the host's setters, which would check what was allowed then.
-        for name, number in zip(_NUMBERS, self._numbers, strict=True):
-            then.node.__dict__[name] = number
         return then
 
 
-_NUMBERS = ("v_threshold", "v_reset", "detach_reset", "surrogate_function", "tau", "decay_input")
+_NUMBERS = ("v_threshold", "v_reset", "detach_reset", "tau", "decay_input", "surrogate_function")
 
 
-def _numbers(node: Any) -> tuple[Any, ...]:
-    return tuple(getattr(node, name, None) for name in _NUMBERS)
+def _numbers(node: Any) -> tuple[dict[str, Any], Any]:
+    """What a step of a neuron depends on besides tensors, read past torch's slow look-up; a surrogate that is a module."""
+    held = node.__dict__
+    return {name: held[name] for name in _NUMBERS if name in held}, held["_modules"].get("surrogate_function")
 
 
 def _as_maps(x: Tensor) -> Tensor:

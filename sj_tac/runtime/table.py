@@ -95,7 +95,7 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
         function is Tensor.__rsub__
         or not (is_usable(a) and is_usable(b))
         or (a is b and in_place)
-        or a.shape != b.shape
+        or a.dims != b.dims
         or a.kind != b.kind
     ):
         return NotImplemented
@@ -171,7 +171,7 @@ def _cat(function: Any, args: Any, kwargs: Any) -> Any:
     if not all(is_usable(x) for x in values):
         return NotImplemented
     first = values[0]
-    dim = dim % len(first.shape)
+    dim = dim % len(first.dims)
     if dim < 2 or any(x.kind != first.kind or x.steps != first.steps for x in values):
         return NotImplemented
     if all(isinstance(x, Shared) and x.is_bare and not x.merges for x in values):
@@ -199,10 +199,8 @@ def _refolded(x: Frames, folded: int | None, view: Function) -> Frames:
         made.maker = x.maker
         return made.view_of(x, view)
     assert isinstance(x, Spikes)
-    with below_functions():
-        shape = tuple(x.shape)
-    rest = shape[2:] if x.folded is None else shape[1:]
-    batch = shape[1] if x.folded is None else x.folded
+    rest = x.dims[2:] if x.folded is None else x.dims[1:]
+    batch = x.dims[1] if x.folded is None else x.folded
     new = (x.steps, batch, *rest) if folded is None else (x.steps * batch, *rest)
     like = next(iter(x.sums.values())) if x.sums else _like(x)
     spikes = Spikes.of(x.expression, new, like, sums=x.sums, folded=None if folded is None else (x.steps, batch))
@@ -224,7 +222,7 @@ def _flatten(function: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, Frames) or not x.intact or type(start) is not int or type(end) is not int:
         return NotImplemented
     if start == 0 and end == 1 and x.folded is None:
-        return _refolded(x, int(x.shape[1]), lambda t: t.flatten(0, 1))
+        return _refolded(x, x.dims[1], lambda t: t.flatten(0, 1))
     if start >= (2 if x.folded is None else 1):
         return _view(x, lambda t: t.flatten(start, end))
     return NotImplemented
@@ -261,8 +259,7 @@ def _reshape(function: Any, args: Any, kwargs: Any) -> Any:
         shape = list(shape[0])
     if kwargs or not isinstance(x, Frames) or not x.intact or not all(type(s) is int for s in shape):
         return NotImplemented
-    with below_functions():
-        have = tuple(x.shape)
+    have = x.dims
     if x.folded is not None and len(shape) == len(have) + 1 and tuple(shape[2:]) == have[1:]:
         return _unfold(x, shape, lambda t: function(t, shape))
     folds = len(shape) == len(have) - 1 and tuple(shape[1:]) == have[2:] and shape[0] in (-1, have[0] * have[1])
@@ -319,7 +316,7 @@ def _reduce(function: Any, args: Any, kwargs: Any) -> Any:
     dims = (dims,) if type(dims) is int else dims
     if not is_usable(x) or type(dims) not in (tuple, list) or not dims or kwargs.get("out") is not None:
         return NotImplemented
-    rank = len(x.shape)
+    rank = len(x.dims)
     if not all(type(d) is int and d % rank >= 2 for d in dims):
         return NotImplemented
     return per_frame(x, lambda t: function(t, *args[1:], **kwargs), True)

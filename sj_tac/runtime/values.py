@@ -32,11 +32,13 @@ class Frames(Tensor):
 
     Attributes:
         expression: how the frames are made, unfolded; steps: T; folded: N, where T and N are one dimension.
-        kind: dtype and device; maker: who made the value.
+        kind: dtype and device; dims: the shape, for those who ask often: torch's own answer takes its way round Python.
+        maker: who made the value.
     """
 
     expression: Expression
     steps: int
+    dims: tuple[int, ...]
     folded: int | None
     kind: tuple[torch.dtype, torch.device]
     # What follows is set on a value where it is otherwise: making one is what a layer's overhead is made of.
@@ -69,7 +71,8 @@ class Frames(Tensor):
         else:
             made = Tensor._make_wrapper_subclass(cls, shape, dtype=kind[0], device=kind[1])
             held = made.__dict__
-        held["expression"], held["steps"], held["folded"], held["kind"] = expression, steps, folded, kind
+        held["expression"], held["dims"], held["kind"] = expression, shape, kind
+        held["steps"], held["folded"] = steps, folded
         if recorded:
             held["_recorded"] = True
         return made

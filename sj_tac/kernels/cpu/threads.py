@@ -61,7 +61,8 @@ def flat(x: Tensor | None, last: bool, like: Tensor) -> np.ndarray:
     """The numbers of frames as they lie in memory, in channels_last or contiguous; a copy where they lie otherwise."""
     if x is None:
         return vector(None, like)
-    array: np.ndarray = (x.detach().movedim(-3, -1) if last else x.detach()).contiguous().view(-1).numpy()
+    x = x.detach() if x.requires_grad else x
+    array: np.ndarray = (x.movedim(-3, -1) if last else x).contiguous().numpy().reshape(-1)
     return array
 
 
@@ -76,5 +77,8 @@ def vector(x: Tensor | None, like: Tensor) -> np.ndarray:
     """The numbers of a small tensor in the dtype of ``like``; none for None."""
     if x is None:
         return _NONE[like.dtype]
-    array: np.ndarray = x.detach().to(like.dtype).contiguous().numpy()
+    # Each call of torch's counts here: small maps cost little more than the way to their kernel.
+    x = x.detach() if x.requires_grad else x
+    x = x if x.dtype is like.dtype else x.to(like.dtype)
+    array: np.ndarray = x.contiguous().numpy()
     return array
