@@ -5,6 +5,9 @@ attributes of their own and which has no functions for the steps of a neuron.
 """
 
 from sj_tac.host.layers import (
+    Affine as Affine,
+)
+from sj_tac.host.layers import (
     affine as affine,
 )
 from sj_tac.host.layers import (

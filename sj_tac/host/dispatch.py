@@ -8,6 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_PLAIN = {Tensor, nn.Parameter}
+# Looked up once: every small operator asks.
+is_compiling = torch.compiler.is_compiling
+_modes, _tracing, _profiling = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._get_tracing_state,
+    torch._C._autograd._profiler_enabled,
+)
+_transform = torch._C._functorch.peek_interpreter_stack
+
 
 def differentiates(*tensors: Tensor | None) -> bool:
     """True where autograd wants a gradient to one of them."""
@@ -17,10 +27,10 @@ def differentiates(*tensors: Tensor | None) -> bool:
 def is_plain(x: Tensor) -> bool:
     """True where nothing watches what is done to ``x``: no tracing, compiling, profiling or transform of torch's."""
     return (
-        type(x) in (Tensor, nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._autograd._profiler_enabled()
+        type(x) in _PLAIN
+        and not is_compiling()
+        and _modes() == 0
+        and _tracing() is None
+        and _transform() is None
+        and not _profiling()
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +12,59 @@ from torch import Tensor, nn
 from sj_tac.host import dispatch
 
 
-def affine(norm: Any) -> tuple[Tensor, Tensor]:
+class _Known(NamedTuple):
+    """Tensors and where their numbers lie; the same as arrays; their numbers, and the map that these give."""
+
+    places: list[tuple[Tensor, int]]
+    arrays: list[np.ndarray[Any, Any]]
+    numbers: list[Any]
+    found: tuple[Tensor, Tensor]
+
+
+class Affine:
+    """The map of one BatchNorm's numbers, computed again only when one of them is another.
+
+    The numbers themselves are compared: who writes through ``.data`` leaves no other trace.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        # Replaced as a whole: another thread may be reading it.
+        self._known: _Known | None = None
+
+    def of(self, eps: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Scale and shift [C]; tensors: running mean and variance, weight and bias or None, float32 on the CPU."""
+        known, given = self._known, [x for x in tensors if x is not None]
+        if known is not None and _lie_at(given, known.places):
+            places, arrays = known.places, known.arrays
+        else:
+            places = [(x, x.data_ptr()) for x in given]
+            # Views of tensors of their own, so that the memory stays while it is looked at.
+            arrays = [x.detach().numpy() for x in given]
+        numbers = [eps, *[x is None for x in tensors], *[x.tobytes() for x in arrays]]
+        if known is None or numbers != known.numbers:
+            each = iter(arrays)
+            with torch.inference_mode(False):  # it outlives the call that it was computed in
+                found = _affine_of_numbers(eps, *[None if x is None else next(each) for x in tensors])
+            known = self._known = _Known(places, arrays, numbers, found)
+        return known.found
+
+
+def _lie_at(tensors: list[Tensor], places: list[tuple[Tensor, int]]) -> bool:
+    same = [x is y and x.data_ptr() == at for x, (y, at) in zip(tensors, places, strict=False)]
+    return len(tensors) == len(places) and all(same)
+
+
+def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:
     """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
     # Past the module's own look-up, which costs more than the arithmetic; a parametrized weight is in neither.
-    weight, bias = (norm._parameters[n] if n in norm._parameters else getattr(norm, n) for n in ("weight", "bias"))
+    held = norm._parameters
+    weight, bias = [held[name] if name in held else getattr(norm, name) for name in ("weight", "bias")]
     mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
     numbers = var.device.type == "cpu" and var.dtype is torch.float32 and dispatch.is_plain(var)
     if numbers and not dispatch.differentiates(weight, bias):
-        return _affine_of_numbers(mean, var, norm.eps, weight, bias)
+        return known.of(norm.eps, mean, var, weight, bias)
     invstd = 1 / torch.sqrt(var + norm.eps)
     scale = invstd if weight is None else weight * invstd
     shift = -mean * scale
@@ -29,20 +74,18 @@ def affine(norm: Any) -> tuple[Tensor, Tensor]:
 _ONE = np.float32(1)
 
 
-def _affine_of_numbers(
-    mean: Tensor, var: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _affine_of_numbers(eps: float, mean: Any, var: Any, weight: Any, bias: Any) -> tuple[Tensor, Tensor]:
     """``affine`` in NumPy, operation for operation: a call of torch's costs more than the arithmetic of a few channels."""
-    scale = np.add(var.numpy(), np.float32(eps))
+    scale = np.add(var, np.float32(eps))
     np.sqrt(scale, out=scale)
     np.divide(_ONE, scale, out=scale)
     if weight is not None:
-        np.multiply(weight.detach().numpy(), scale, out=scale)
-    shift = np.multiply(mean.numpy(), scale)
+        np.multiply(weight, scale, out=scale)
+    shift = np.multiply(mean, scale)
     if bias is None:
         np.negative(shift, out=shift)
     else:
-        np.subtract(bias.detach().numpy(), shift, out=shift)  # b - m s is b + (-m) s, to the last bit
+        np.subtract(bias, shift, out=shift)  # b - m s is b + (-m) s, to the last bit
     return torch.from_numpy(scale), torch.from_numpy(shift)
 
 

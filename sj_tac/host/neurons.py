@@ -25,7 +25,8 @@ def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
 
 def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:
     """gamma of ``h = r + beta (v - r) + gamma x``; see ``decay``."""
-    if not getattr(node, "decay_input", False):
+    # An IFNode has no decay_input, and torch's look-up takes its time to say so.
+    if not isinstance(node, (neuron.LIFNode, neuron.ParametricLIFNode)) or not node.decay_input:
         return 1.0
     if isinstance(node, neuron.ParametricLIFNode):
         gain: Tensor = node.w.to(dtype).sigmoid()
@@ -127,10 +128,11 @@ FUSED_SURROGATES: tuple[type[nn.Module], ...] = tuple(_NUMBERS)
 
 def fused_surrogate(node: Any) -> tuple[int, float] | None:
     """Number and alpha of a neuron's surrogate, where the fused kernels know it."""
-    function = node.surrogate_function
-    if type(function) not in FUSED_SURROGATES or not function.spiking or not isinstance(function.alpha, (int, float)):
+    function = node._modules.get("surrogate_function")
+    number = _NUMBERS.get(type(function))
+    if number is None or not function.spiking or not isinstance(function.alpha, (int, float)):
         return None
-    return _NUMBERS[type(function)], float(function.alpha)
+    return number, float(function.alpha)
 
 
 # The host's other surrogates that fire where the voltage reaches the threshold, and so differ in their gradient alone.

@@ -145,7 +145,7 @@ def operands(call: Call, linear: Tensor | None) -> Operands:
         pair = [torch.as_tensor(value, dtype=wide, device=y.device) for value in (decay, gain)]
         linear = torch.stack(pair).expand(len(lengths), 2)
     beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
-    mode, tau = host.charge_mode(node, merged), float(getattr(node, "tau", 1.0))
+    mode, tau = host.charge_mode(node, merged), float(node.tau) if isinstance(node, host.neuron.LIFNode) else 1.0
     if mode in _MULTIPLYING and math.frexp(tau)[0] == 0.5:
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
         mode, tau = _MULTIPLYING[mode], 1 / tau

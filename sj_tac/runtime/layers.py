@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ class Norm:
     aggregated: bool = False
     frozen: bool = False
     moved: bool = False
+    _affine: host.Affine = field(default_factory=host.Affine, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_affine": host.Affine()}
 
 
 @dataclass(eq=False)
@@ -75,8 +79,10 @@ class NormModule(_LearningNorm):
         expression = x.expression
         x.note_use()
         if not self.training and expression.affine is None:
-            made = Shared.of(SharedExpression(expression.compact, expression.groups, host.affine(self)), x.means)
-            made.maker, made.merges, made.normalize = x.maker, x.merges, x.normalize
+            mapped = SharedExpression(expression.compact, expression.groups, host.affine(self, self._tac._affine))
+            made = Shared.of(mapped, x.means)
+            held = made.__dict__
+            held["maker"], held["merges"], held["normalize"] = x.maker, x.merges, x.normalize
             return made
         return x.like(self._of_compact(expression.mapped(), expression.groups.frames))
 

@@ -172,7 +172,7 @@ class UnitModule(neuron.BaseNode):
             out, last = run(pool, None, 1)
             host.put_state(self, last, [])
             unit.gave = "frames"
-            frames = Made(run.again(pool, None, 1).function, run.inputs.given(), out)
+            frames = Made(run.again(pool, None, 1).function, run.given, out)
             inner = Spikes.of(frames, tuple(out.shape), out)
         else:
             out, last = run(pool, wanted.flat, wanted.size)
@@ -215,7 +215,7 @@ class UnitModule(neuron.BaseNode):
             out, last = run(None, None, 1)
             host.put_state(self, last, [])
             unit.gave = "frames"
-            later = Spikes.of(Made(run.again(None, None, 1).function, run.inputs.given(), out), shape, out)
+            later = Spikes.of(Made(run.again(None, None, 1).function, run.given, out), shape, out)
             later.means = means
             return later
         weights, size = unit.mean_weights(means, (y.dtype, y.device))

@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     w: Tensor | None
 
     def given(self) -> tuple[Tensor, ...]:
-        return tuple(x for x in self if x is not None)
+        return tuple([x for x in self if x is not None])
 
     def of(self, tensors: tuple[Tensor, ...]) -> Inputs:
         """The same with other tensors in the places of those that are given."""
@@ -38,7 +38,10 @@ class Run:
     Its shapes are the kernels': [G, N, C, H, W], whatever the dimensions of the frames ``frame``.
     """
 
-    __slots__ = ("_numbers", "_versions", "frame", "inputs", "lengths", "merges", "node", "normalize", "unit", "wants")
+    __slots__ = (
+        *("node", "unit", "frame", "inputs", "given", "lengths", "merges", "normalize", "wants"),
+        *("_numbers", "_versions"),
+    )
 
     def __init__(self, node: Any, inputs: Inputs, lengths: list[int], merges: bool, normalize: bool) -> None:
         self.node, self.unit, self.lengths = node, node._tac, lengths
@@ -48,6 +51,7 @@ class Run:
             residual = None if inputs.residual is None else _as_maps(inputs.residual)
             inputs = inputs._replace(y=_as_maps(inputs.y), v=v, residual=residual)
         self.inputs, self.merges, self.normalize = inputs, merges, normalize
+        self.given = inputs.given()
         self.wants = dispatch.differentiates(*inputs)
         self._numbers = _numbers(node)
         self._versions = [None if x.is_inference() else x._version for x in self._read()]
@@ -75,12 +79,12 @@ class Run:
         def fire(*tensors: Tensor) -> Tensor:
             return self._as_it_was()(pool, weights, size, self.inputs.of(tensors))[0]
 
-        return Computed(fire, self.inputs.given())
+        return Computed(fire, self.given)
 
     def _read(self) -> tuple[Tensor, ...]:
         """Every tensor that the run reads, a trained threshold among them."""
-        threshold, given = self.node.v_threshold, self.inputs.given()
-        return (*given, threshold) if isinstance(threshold, Tensor) else given
+        threshold = self.node.v_threshold
+        return (*self.given, threshold) if isinstance(threshold, Tensor) else self.given
 
     def _as_it_was(self) -> Run:
         """This run, of a neuron that has the numbers of then. Raises StaleValueError where its tensors were changed."""
