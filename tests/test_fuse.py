@@ -1,10 +1,6 @@
 """A fused net is its unfused self: on real data, in training, watched or cut, and what it no longer writes."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import quickstart
@@ -349,43 +345,3 @@ def test_half_nets(dtype):
     assert fused[2].v.dtype == torch.float32
     # The unfused BatchNorm rounds its output to half, the fused one does not.
     assert (expected != got).float().mean() < 0.2
-
-
-DDP = """
-import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
-from spikingjelly.activation_based import functional
-from support import csnn, frames
-import sj_tac
-
-def fast_net():
-    net = csnn()
-    net[11].p = 0.0
-    fast = sj_tac.convert(net, "preserve", 2).train()
-    sj_tac.freeze_bn(fast)
-    return fast
-
-def loss(y): return (y * torch.linspace(-1, 1, y.shape[2])).mean(0).sum() / y.shape[1]
-
-def work(rank, path, expected):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    model = torch.nn.parallel.DistributedDataParallel(fast_net())
-    x = frames(6, 4, 2, 8, 8)[:, rank * 2 : rank * 2 + 2]
-    loss(model(x)).backward()
-    for a, b in zip(model.module.parameters(), expected):
-        assert (a.grad - b).abs().max() <= 1e-5 * b.abs().max().clamp_min(1e-2)
-    assert {v.kernel for v in sj_tac.report(model.module).converted} == {"numba, fused"}
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    whole = fast_net()
-    loss(whole(frames(6, 4, 2, 8, 8))).backward()
-    mp.spawn(work, (sys.argv[1], [p.grad for p in whole.parameters()]), nprocs=2)
-"""
-
-
-def test_two_ddp_processes_share_the_gradients_of_one(tmp_path):
-    (tmp_path / "ddp.py").write_text(DDP)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-W", "ignore", str(tmp_path / "ddp.py"), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
