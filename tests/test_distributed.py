@@ -52,7 +52,8 @@ def net_of(mode):
     torch.manual_seed(0)
     chains = [m for c in (2, 8, 8) for m in (conv(c, 8), norm(8), node("lif"))]
     net = awake(nn.Sequential(*chains).eval(), frames(6, 2, 2, 8, 8))
-    return sj_tac.convert(net, mode, 2)
+    first = {"version": 1, "default": {"mode": "keep"}, "rules": [{"match": "0", "mode": "collapse", "k": 2}]}
+    return sj_tac.convert(net, first if mode == "first" else mode, 2)
 
 def work(rank, path, mode):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
@@ -95,6 +96,6 @@ def test_two_ddp_processes_share_the_gradients_of_one(tmp_path):
 
 
 @only_v2
-@pytest.mark.parametrize("mode", ["preserve", "collapse"])
+@pytest.mark.parametrize("mode", ["preserve", "collapse", "first"])
 def test_two_processes_that_shard_every_conv(mode, tmp_path):
     run(FSDP, tmp_path, mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class Borders:
     Attributes:
         fused: values may pass; False is the definition.
         watched: when the net was last called while autograd recorded, something stood between its modules that autograd's
-            graph would have to pass (backward hooks) or that cannot take values (a compiled submodule).
+            graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
     """
 
     fused: bool = True
@@ -69,14 +70,17 @@ class Borders:
 
 
 def is_watched(model: nn.Module) -> bool:
-    """True where backward hooks hang on a module inside, or on all modules, or a module inside is compiled."""
+    """True where backward hooks hang on a module inside, or on all modules, or a module inside is compiled or sharded."""
     if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
         return True
+    # FSDP puts nodes of its own into autograd's graph, in front of each part; nobody has it who has not imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     return any(
         m._backward_hooks
         or m._backward_pre_hooks
         or m._compiled_call_impl is not None
-        or isinstance(m, torch._dynamo.OptimizedModule)
+        or isinstance(m, (torch._dynamo.OptimizedModule, *sharded))
         for m in model.modules()
         if m is not model
     )
