@@ -164,11 +164,10 @@ def run_row(
         return result, net
     seconds = 0.0
     if row.how != "converted":
-        title = f"{task.title}, seed {seed}: {row.name} k={row.k}, {row.how}"
         more: dict[str, Any] = {"save_every": options.save_every, "tensorboard": options.tensorboard}
         if row.name == "IMC":
             more["loss"] = _informed(LOSSES[recipe.loss], net)
-        seconds = fit(net, task.train, recipe, folder, workers=options.workers, title=title, **more).seconds
+        seconds = fit(net, task.train, recipe, folder, workers=options.workers, **more).seconds
     predictions, labels = predict(net, task.test, recipe.batch, seed=seed, workers=options.workers)
     result = {"name": row.name, "k": row.k, "how": row.how, "seed": seed, "asked": asked}
     result |= {"right": int((predictions == labels).sum()), "predictions": predictions.tolist(), "seconds": seconds}

@@ -36,7 +36,7 @@ def train_digits(folder: Path, epochs: int, seed: int, out: Path) -> None:
     train, (images, labels) = datasets.mnist(folder, "train"), datasets.mnist(folder, "t10k")
     net = nets.DigitNet()
     recipe = Recipe(epochs, 100, 3e-3, "rate", seed, schedule="onecycle")
-    fit(net, datasets.RateCoded(*train, nets.DIGITS_T), recipe, out / "digits", title="digits")
+    fit(net, datasets.RateCoded(*train, nets.DIGITS_T), recipe, out / "digits")
     test = datasets.RateCoded(images[:1000], labels[:1000], nets.DIGITS_T)
     arrays = {
         "images": (images[:1000] * 255).round().to(torch.uint8).numpy(),
@@ -52,7 +52,7 @@ def train_events(file: Path, epochs: int, seed: int, out: Path) -> None:
     train = datasets.event_frames(datasets.pack_recordings(archive, ~is_test), nets.EVENTS_T)
     net = nets.EventNet()
     recipe = Recipe(epochs, 50, 3e-3, "rate", seed, schedule="onecycle")
-    fit(net, datasets.Frames(*train, shift=2), recipe, out / "events", title="events")
+    fit(net, datasets.Frames(*train, shift=2), recipe, out / "events")
     test = datasets.Frames(*datasets.event_frames(held_out, nets.EVENTS_T))
     finish(net, "events", test, datasets.SHIPPED_EVENTS, held_out)
 

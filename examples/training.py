@@ -242,7 +242,6 @@ def fit(
     *,
     workers: Workers | None = None,
     loss: Loss | None = None,
-    title: str = "training",
     save_every: float = 60.0,
     tensorboard: bool = False,
 ) -> History:
@@ -265,7 +264,7 @@ def fit(
     writer = _summary_writer(folder) if tensorboard and workers.rank == 0 and folder else None
     shown = workers.rank == 0 and sys.stderr.isatty()
     with Progress(transient=True, disable=not shown) as progress, contextlib.closing(writer or contextlib.ExitStack()):
-        bar = progress.add_task(title, total=recipe.epochs * per_epoch)
+        bar = progress.add_task(folder.name if folder else "training", total=recipe.epochs * per_epoch)
         while run.history.epoch < recipe.epochs:
             _training_mode(net, recipe.freeze_norms)
             _epoch(run, wrapped, data, loss, save_every, lambda done: progress.update(bar, completed=done))

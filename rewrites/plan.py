@@ -20,7 +20,8 @@ from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends
 from sj_tac.policy import Rule, Settings, as_policy
 from sj_tac.runtime.borders import PLAIN, Span
-from sj_tac.runtime.drives import Drive, DriveModule
+from sj_tac.runtime.convs import DriveModule
+from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.neurons import Unit
 from sj_tac.verdicts import Reason, Refusal, Report, Verdict
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 from torch import Tensor, nn
 
@@ -69,22 +70,28 @@ def expand(y: Tensor, k: int, steps: int) -> Tensor:
     return reference.repeat(y, lengths)
 
 
+class Operands(TypedDict, total=False):
+    """What ``fire`` takes by keyword beside the drives and the neuron."""
+
+    v: Tensor | None
+    residual: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    weights: Tensor | None
+    group: int
+    merge: bool
+    normalize: bool
+
+
 def fire(
     y: Tensor,
     node: nn.Module,
     k: int = 1,
     *,
     steps: int | None = None,
-    v: Tensor | None = None,
-    residual: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
     pool: nn.Module | None = None,
-    weights: Tensor | None = None,
-    group: int = 1,
-    merge: bool = False,
-    normalize: bool = True,
     backend: str = "auto",
+    **operands: Unpack[Operands],
 ) -> tuple[Tensor, Tensor]:
     """BatchNorm affine -> ``k`` neuron steps on each drive -> pool -> weighted sums, in one pass over ``y``.
 
@@ -92,11 +99,11 @@ def fire(
         y: drives [G, N, C, H, W], before the BatchNorm. Half inputs are computed in float32, and spikes come back in half.
         node: a LIFNode, IFNode or ParametricLIFNode; its state is neither read nor written.
         k, steps: steps on each drive, and in all (default G * k); the last drive gets what is left.
-        v: voltages [N, C, H, W]; default: at rest.
+        pool: MaxPool2d or AvgPool2d, or None.
+        v (in ``operands``, as all that follow): voltages [N, C, H, W]; default: at rest.
         residual: frames [steps, N, C, H, W] of y's dtype, added to the drives behind the affine map, step by step.
         scale, shift: [C], of a BatchNorm in eval mode.
-        pool: MaxPool2d or AvgPool2d, or None.
-        weights, group: one weight for each step [T], summed in groups of ``group``; None for the frames themselves.
+        weights, group: one weight for each step [T], summed in groups of ``group``; default: the frames themselves.
         merge: one step on each drive that stands for k of them, as TAC's binary collapse; ``normalize`` as there.
 
     Returns:
@@ -106,6 +113,9 @@ def fire(
     Raises:
         ValueError: shapes or numbers that do not fit. BackendError: a named backend that cannot run this.
     """
+    unknown = set(operands) - set(Operands.__annotations__)
+    if unknown:
+        raise TypeError(f"fire() got an unexpected keyword argument {min(unknown)!r}")
     drives = reference.as_number(y.shape[0]) if y.dim() else 0
     total = drives * k if steps is None else steps
     lengths = group_lengths(total, k) if k >= 1 and total >= 1 else []
@@ -114,6 +124,8 @@ def fire(
             f"fire got drives {list(y.shape)} with k={k} and {total} steps; it takes "
             "[ceil(steps / k), N, C, H, W] and at least one step"
         )
+    weights, group = operands.get("weights"), operands.get("group", 1)
+    residual, merge = operands.get("residual"), operands.get("merge", False)
     emitted = len(lengths) if merge else total
     if weights is not None and (tuple(weights.shape) != (emitted,) or group < 1):
         raise ValueError(
@@ -125,5 +137,4 @@ def fire(
             f"{y.dtype}, merge={merge}; it takes one frame for each step, and none for merged steps"
         )
     kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
-    call = kernels.Call(y, node, lengths, v, residual, scale, shift, pool, weights, group, merge, normalize)
-    return kernels.run(kernel, call)
+    return kernels.run(kernel, kernels.Call(y, node, lengths, pool=pool, **operands))

@@ -6,7 +6,7 @@ Preserve: Data-Dependent Temporal Aggregation for Spiking Neural Network Acceler
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 from torch import Tensor, nn
 
@@ -21,12 +21,26 @@ from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends, reference
 from sj_tac.policy import Settings
 from sj_tac.runtime.borders import Borders, Span
-from sj_tac.runtime.drives import check_frames
+from sj_tac.runtime.convs import check_frames
 from sj_tac.runtime.expressions import SharedExpression
 from sj_tac.runtime.groups import Groups
 from sj_tac.runtime.root import compact_frames
 from sj_tac.runtime.values import Shared, ordinary
 from sj_tac.verdicts import REASONS, Reason, Refusal
+
+
+class _Aggregation(TypedDict, total=False):
+    """The settings of a rule that both operators take."""
+
+    weights: str
+    normalize: bool
+
+
+class _Emission(_Aggregation, total=False):
+    """Those of TAC."""
+
+    spikes: str
+    emit: str
 
 
 class _Operator(nn.Module):
@@ -110,6 +124,13 @@ class _Operator(nn.Module):
         return frames[:: self.stretch] if self.stretch > 1 else frames
 
 
+def _check_names(operator: _Operator, given: Any, known: Any) -> None:
+    names = get_type_hints(known)
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{type(operator).__name__}() got an unexpected keyword argument {name!r}")
+
+
 class TACTP(_Operator):
     """TAC-TP, "preserve": one convolution for every ``k`` frames, ordinary neuron steps on the shared drive; T stays.
 
@@ -121,8 +142,8 @@ class TACTP(_Operator):
             ``LIFNode``, ``IFNode`` or ``ParametricLIFNode``; pool: a pooling layer or None. They become this module's
             children, are set to step_mode "m" and change their class.
         k: frames per convolution, at least 1. 1 is the plain chain.
-        weights: "decay", "uniform" or "learned" (trainable logits ``conv.tac_logits`` [k], starting at the decay weights).
-        normalize: weights that sum to 1.
+        weights: "decay" (default), "uniform" or "learned" (trainable logits ``conv.tac_logits`` [k], starting at the decay
+            weights). normalize: weights that sum to 1, default True.
         stretch: steps that each incoming frame stands for, behind a TAC with ``spikes="count"``.
         backend: "auto" or the name of a kernel that must run; fuse: run BatchNorm, steps and pool as one operator. False
             keeps every module's own work, the definition (and "reference" its kernel).
@@ -142,13 +163,13 @@ class TACTP(_Operator):
         k: int = 2,
         *,
         pool: nn.Module | None = None,
-        weights: str = "decay",
-        normalize: bool = True,
         stretch: int = 1,
         backend: str = "auto",
         fuse: bool = True,
+        **aggregation: Unpack[_Aggregation],
     ) -> None:
-        settings = Settings.build(mode="preserve", k=k, weights=weights, normalize=normalize, emit="groups")
+        _check_names(self, aggregation, _Aggregation)
+        settings = Settings.build(mode="preserve", k=k, emit="groups", **aggregation)
         super().__init__(conv, norm, neuron, pool, settings, stretch, backend, fuse)
 
 
@@ -160,7 +181,8 @@ class TAC(_Operator):
     spikes, taken after a MaxPool; what follows must then treat each frame as k steps, as ``convert`` arranges.
 
     Args:
-        emit: "groups" gives [ceil(T / k), ...]; "frames" repeats each group so that T stays.
+        spikes: "binary" (default) or "count".
+        emit: "groups" (default) gives [ceil(T / k), ...]; "frames" repeats each group so that T stays.
         stretch: steps that each incoming frame stands for, behind a TAC with ``spikes="count"``; k counts steps.
         Others: see ``TACTP``.
     """
@@ -173,13 +195,11 @@ class TAC(_Operator):
         k: int = 2,
         *,
         pool: nn.Module | None = None,
-        weights: str = "decay",
-        normalize: bool = True,
-        spikes: str = "binary",
-        emit: str = "groups",
         stretch: int = 1,
         backend: str = "auto",
         fuse: bool = True,
+        **aggregation: Unpack[_Emission],
     ) -> None:
-        settings = Settings.build(mode="collapse", k=k, weights=weights, normalize=normalize, spikes=spikes, emit=emit)
+        _check_names(self, aggregation, _Emission)
+        settings = Settings.build(**({"mode": "collapse", "k": k, "spikes": "binary", "emit": "groups"} | aggregation))
         super().__init__(conv, norm, neuron, pool, settings, stretch, backend, fuse)

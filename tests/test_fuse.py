@@ -11,7 +11,7 @@ from torch import nn
 
 import sj_tac
 from sj_tac.kernels import fire_op
-from sj_tac.runtime.drives import DriveModule
+from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.runs import Run
 
 

@@ -101,6 +101,25 @@ def test_files_are_short():
     assert {p.name: n for p in SOURCES if (n := len(p.read_text().splitlines())) > 400} == {}
 
 
+# An operator's schema is its parameters, and a command's parameters are the command line's options.
+SCHEMAS = {"fire_now", "fire_backward"}
+
+
+def test_functions_take_few_parameters():
+    found = {}
+    for path in SOURCES:
+        if path.parts[-2:] == ("cli", "app.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+                given = node.args
+                names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                count = len(names) - (names[:1] in (["self"], ["cls"]))
+                if count > 8 and getattr(node, "name", "") not in SCHEMAS:
+                    found[f"{path.name}:{node.lineno}"] = count
+    assert found == {}
+
+
 def test_public_names_are_documented():
     for name in sj_tac.__all__:
         value = getattr(sj_tac, name)

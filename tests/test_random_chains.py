@@ -27,7 +27,7 @@ def interpret(net, policy, x):
             convolution, normalize, neuron = modules[i : i + 3]
             mode, k, spikes = next(settings_of)
             pool = modules[i + 3] if i + 3 < len(modules) and isinstance(modules[i + 3], layer.MaxPool2d) else None
-            stream = chain(stream, convolution, normalize, neuron, pool, mode, k, spikes, voltages)
+            stream = chain(stream, (convolution, normalize, neuron, pool), mode, k, spikes, voltages)
             i += 3 + (pool is not None)
         elif isinstance(modules[i], layer.Linear):
             linear, neuron = modules[i : i + 2]
@@ -39,7 +39,8 @@ def interpret(net, policy, x):
     return torch.stack([f for f, _, n in stream for _ in range(n)]), voltages
 
 
-def chain(stream, convolution, normalize, neuron, pool, mode, k, spikes, voltages):
+def chain(stream, modules, mode, k, spikes, voltages):
+    convolution, normalize, neuron, pool = modules
     beta = decay(neuron)
     step = max(s for _, s, _ in stream)
     size = 1 if mode == "keep" else max(1, k // step)

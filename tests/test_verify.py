@@ -13,7 +13,7 @@ import sj_tac
 from rewrites.verify import _seen
 from sj_tac.errors import ConversionError
 from sj_tac.kernels import fire_op
-from sj_tac.runtime.drives import DriveModule
+from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.neurons import TACLIFNode
 
 

@@ -19,7 +19,7 @@ from sj_tac.host import neuron
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import group_lengths, temporal_sum
 from sj_tac.runtime.borders import PLAIN, Borders, Span
-from sj_tac.runtime.drives import LOGITS, DriveModule
+from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.expressions import Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.runs import Inputs, Run

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from sj_tac.runtime.drives import DRIVE_SWAPS, LOGITS, Drive, DriveModule
+from sj_tac.runtime.convs import DRIVE_SWAPS, LOGITS, DriveModule
+from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import LAYER_SWAPS, Norm, Pool
 from sj_tac.runtime.neurons import UNIT_SWAPS, Unit
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from rich.table import Table
@@ -21,7 +21,8 @@ from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
-from sj_tac.tuning.measure import Decode, accuracy, firing, labels_of, milliseconds_afresh, scores
+from sj_tac.tuning.measure import accuracy, firing, labels_of, milliseconds_afresh, scores
+from sj_tac.tuning.options import Measurement, Measuring
 from sj_tac.tuning.progress import Bar
 from sj_tac.verdicts import total_macs
 
@@ -106,12 +107,8 @@ def bench(
     policies: Mapping[str, tuple[Any, int]],
     *,
     title: str = "",
-    rounds: int = 9,
     compiled: bool = False,
-    decode: Decode | None = None,
-    backend: str = "auto",
-    seed: int = 0,
-    progress: bool = True,
+    **options: Unpack[Measuring],
 ) -> Bench:
     """Measure the model and its conversions on the same batches; the first batch is timed.
 
@@ -120,12 +117,14 @@ def bench(
         batches: frames [T, N, C, H, W] or (frames, labels), kept in memory.
         policies: by the name of their row, a policy and the k where it does not say one, as ``sj_tac.convert`` takes them.
         compiled: compare with torch.compile of the source as well (minutes).
+        rounds (in ``options``, as what follows): timed rounds, all nets in turns, default 9.
+        decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C].
+        backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
 
     Raises:
         As ``sj_tac.convert``, and BatchError.
     """
-    if rounds < 1:
-        raise PolicyError(f"bench: rounds={rounds} must be at least 1")
+    how = Measurement.read("bench", 9, options)
     check_plain(model)
     held = collect(batches, model)
     example = held[0].frames[:, :1]
@@ -135,19 +134,19 @@ def bench(
     for name, (policy, k) in policies.items():
         if name in nets:
             raise PolicyError(f"bench: two rows are named {name!r}; give each policy a name of its own")
-        make[name] = partial(convert_with, model, policy, k, example_input=example, backend=backend)
+        make[name] = partial(convert_with, model, policy, k, example_input=example, backend=how.backend)
         nets[name] = make[name]()
     before, _ = total_macs(plan(model, example_input=example).verdicts)
     truth = labels_of(held, "accuracy") if held[0].labels is not None else None
     said: dict[str, torch.Tensor] = {}
     rates: dict[str, float] = {}
-    with Bar("bench", len(nets) + 1, progress) as bar:
+    with Bar("bench", len(nets) + 1, how.progress) as bar:
         for name, net in nets.items():
-            said[name] = scores(net, held, decode, seed).argmax(1)
+            said[name] = scores(net, held, how.decode, how.seed).argmax(1)
             # Compiled code has no modules to watch; it is the source's.
             rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
             bar.step(name)
-        taken = milliseconds_afresh(make, held[0].frames, rounds, SOURCE)
+        taken = milliseconds_afresh(make, held[0].frames, how.rounds, SOURCE)
     best = min(taken[name] for name in hosts)
     rows = tuple(
         Row(
@@ -164,7 +163,7 @@ def bench(
     )
     samples = sum(batch.samples for batch in held)
     shape = tuple(held[0].frames.shape)
-    return Bench(title or type(model).__name__, rows, samples, shape, rounds, machine.describe())
+    return Bench(title or type(model).__name__, rows, samples, shape, how.rounds, machine.describe())
 
 
 def _rate(net: nn.Module, held: Sequence[Batch]) -> float:

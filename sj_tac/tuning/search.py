@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -21,11 +20,12 @@ from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.diagnosis import Diagnosis, diagnose
 from sj_tac.tuning.evidence import Evidence, Trial, simplicity
 from sj_tac.tuning.log import Log, fingerprint, this_machine
-from sj_tac.tuning.measure import Decode, Metric
+from sj_tac.tuning.measure import Metric
+from sj_tac.tuning.options import Search, Searching
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Space, read_choices
 from sj_tac.tuning.strategy import Strategy
-from sj_tac.tuning.trials import ROUNDS, Cost, OutOfTime, Score, Trials
+from sj_tac.tuning.trials import ROUNDS, OutOfTime, Score, Trials
 
 # Times that differ by less are one time: the metric, and then work, which do not depend on the moment, decide.
 SAME = 0.05
@@ -62,17 +62,7 @@ def search(
     max_drop: float = 0.01,
     speedup: float | None = None,
     time_limit: float | None = None,
-    ks: Sequence[int] | None = None,
-    modes: Sequence[str] = ("preserve", "collapse"),
-    layers: Sequence[str] = ("conv",),
-    rounds: int = 9,
-    cost: Cost | None = None,
-    decode: Decode | None = None,
-    backend: str = "auto",
-    seed: int = 0,
-    log: str | os.PathLike[str] | None = None,
-    out: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    **options: Unpack[Searching],
 ) -> Policy:
     """The fastest per-layer policy whose metric, measured on the whole converted net, stays within ``max_drop``.
 
@@ -91,11 +81,13 @@ def search(
         max_drop: how much of the metric may be lost, absolutely (0.01: one point of accuracy).
         speedup: search the best metric at this speed, at the least, instead; ``max_drop`` then has no say.
         time_limit: seconds after which nothing new is tried; the first candidate and the finalists are measured in any case.
-        ks: None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T. layers: "conv", "linear".
-        modes: the first is searched layer by layer, the others on what that finds.
-        rounds: timed rounds of the finalists. cost: a function of a net (milliseconds on another device, joules) that takes
-            the place of measured time.
-        decode: from the net's output to class scores [N, C]. seed: of random encoders in the net.
+        ks (in ``options``, as all that follow): None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T.
+        modes: default ("preserve", "collapse"); the first is searched layer by layer, the others on what that finds.
+        layers: "conv", "linear"; default ("conv",).
+        rounds: timed rounds of the finalists, default 9. cost: a function of a net (milliseconds on another device, joules)
+            that takes the place of measured time.
+        decode: from the net's output to class scores [N, C]. backend: as ``sj_tac.convert``. seed: of random encoders in the
+            net, default 0. progress: show a bar, default True.
         log: a JSON-lines file; after a kill, the same call goes on from it.
         out: writes the evidence as JSON, and the Pareto frontier as PNG beside it (needs matplotlib).
 
@@ -109,25 +101,26 @@ def search(
             BackendError, and ConversionError: no layer can be converted.
     """
     begun = time.monotonic()
-    if out is not None:
+    how = Search.read("search", 9, options)
+    if how.out is not None:
         plots.require()
-    _check_numbers(max_drop, speedup, time_limit, rounds)
+    _check_numbers(max_drop, speedup, time_limit)
     check_plain(model)
     held = collect(batches, model)
-    space = Space.of(model, ks, modes, layers, held[0].steps, held[0].frames[:, :1])
-    score = Score(metric, held, decode, seed)
+    space = Space.of(model, how.ks, how.modes, how.layers, held[0].steps, held[0].frames[:, :1])
+    score = Score(metric, held, how.decode, how.seed)
     source = score.begin(model)
     goal = _goal(score.name, source, max_drop, speedup)
     header = fingerprint(model, held) | {
         "space": [list(space.layers), list(space.ks), list(space.modes), list(space.kinds)],
-        "metric": [score.name, None if decode is None else getattr(decode, "__qualname__", "decode")],
-        "seed": seed,
-        "speed": [backends.choose(backend), rounds, ROUNDS, None if cost is None else getattr(cost, "__qualname__", "cost")],
+        "metric": [score.name, _named(how.decode, "decode")],
+        "seed": how.seed,
+        "speed": [backends.choose(how.backend), how.rounds, ROUNDS, _named(how.cost, "cost")],
         "machine": this_machine(),
     }
     deadline = math.inf if time_limit is None else begun + time_limit
-    with Log(log, header) as kept, Bar("search", None, progress) as bar:
-        trials = Trials(model, held, space, score, backend, rounds, cost, kept, bar, deadline)
+    with Log(how.log, header) as kept, Bar("search", None, how.progress) as bar:
+        trials = Trials(model, held, space, score, how.backend, how.rounds, how.cost, kept, bar, deadline)
         stopped = _explore(trials, goal)
         final = _playoff(trials, goal)
     chosen, problem = _choose(trials, goal, final, source)
@@ -150,9 +143,9 @@ def search(
         raise error
     policy = space.policy(read_choices(chosen.choices, space.layers))
     policy._evidence = evidence
-    if out is not None:
+    if how.out is not None:
         try:
-            evidence.save(out)
+            evidence.save(how.out)
         except WriteError as failed:
             failed.policy = policy
             raise
@@ -170,7 +163,11 @@ def choose(model: nn.Module, batches: Any, **options: Any) -> Policy:
     return policy
 
 
-def _check_numbers(max_drop: float, speedup: float | None, time_limit: float | None, rounds: int) -> None:
+def _named(function: Any, otherwise: str) -> str | None:
+    return None if function is None else getattr(function, "__qualname__", otherwise)
+
+
+def _check_numbers(max_drop: float, speedup: float | None, time_limit: float | None) -> None:
     if not math.isfinite(max_drop):
         raise PolicyError(
             f"search: max_drop={max_drop} must be a finite number, the metric that may be lost (0.01: a point)"
@@ -179,8 +176,6 @@ def _check_numbers(max_drop: float, speedup: float | None, time_limit: float | N
         raise PolicyError(f"search: speedup={speedup} must be at least 1, in multiples of the source's speed")
     if time_limit is not None and not time_limit > 0:
         raise PolicyError(f"search: time_limit={time_limit} must be positive, in seconds")
-    if rounds < 1:
-        raise PolicyError(f"search: rounds={rounds} must be at least 1")
 
 
 def _goal(name: str, source: float, max_drop: float, speedup: float | None) -> Goal:

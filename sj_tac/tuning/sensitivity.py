@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from rich.table import Table
@@ -18,7 +18,8 @@ from sj_tac.support import machine
 from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
-from sj_tac.tuning.measure import Decode, firing, milliseconds, scores
+from sj_tac.tuning.measure import firing, milliseconds, scores
+from sj_tac.tuning.options import Measurement, Measuring
 from sj_tac.tuning.plots import heat_map
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Choice, Space
@@ -97,11 +98,7 @@ def sensitivity(
     modes: Sequence[str] = ("preserve", "collapse"),
     *,
     layers: Sequence[str] = ("conv",),
-    rounds: int = 5,
-    decode: Decode | None = None,
-    backend: str = "auto",
-    seed: int = 0,
-    progress: bool = True,
+    **options: Unpack[Measuring],
 ) -> Sensitivity:
     """Convert every layer alone, at every ``k`` and mode, and measure what that changes.
 
@@ -110,50 +107,58 @@ def sensitivity(
         batches: a few batches of frames [T, N, C, H, W] or (frames, labels), kept in memory. The first one is timed.
         ks: at least 1; those above T are left out. modes: "preserve", "collapse".
         layers: "conv", "linear": which layers are looked at.
-        rounds: timed rounds, source and converted nets in turns. decode: from the net's output to class scores [N, C], where
-            it is not [T, N, C] or [N, C]. seed: of random encoders in the net.
+        rounds (in ``options``, as what follows): timed rounds, source and converted nets in turns, default 5.
+        decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C].
+        backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
 
     Raises:
         ModelTypeError, TraceError, BackendError, ConversionError (no layer can be converted), PolicyError (ks or modes),
         BatchError.
     """
+    how = Measurement.read("sensitivity", 5, options)
     check_plain(model)
     held = collect(batches, model)
     example = held[0].frames[:, :1]
     space = Space.of(model, ks, modes, layers, held[0].steps, example)
-    if rounds < 1:
-        raise PolicyError(f"sensitivity: rounds={rounds} must be at least 1")
-    expected = scores(model, held, decode, seed)
-    rates = firing(model, held)
+    before = _Source(held, scores(model, held, how.decode, how.seed), firing(model, held), how)
     effects, source = [], []
-    with Bar("sensitivity", len(space.layers) * len(space.aggregating), progress) as bar:
+    with Bar("sensitivity", len(space.layers) * len(space.aggregating), how.progress) as bar:
         for layer in space.layers:
             nets: dict[Choice, nn.Module] = {}
             for choice in space.aggregating:
                 policy = space.policy({layer: choice})
                 try:
-                    nets[choice] = convert_with(model, policy, example_input=example, backend=backend)
+                    nets[choice] = convert_with(model, policy, example_input=example, backend=how.backend)
                 except PolicyError as error:
                     effects.append(Effect(layer, choice.mode, choice.k, refused=str(error)))
-            taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].frames, rounds)
+            taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].frames, how.rounds)
             source.append(taken[""])
             for choice, net in nets.items():
-                effects.append(_effect(layer, choice, net, held, expected, rates, taken, decode, seed))
+                effects.append(_effect(layer, choice, net, before, taken))
                 bar.step(f"{layer} {choice}")
     order = {(layer, c.mode, c.k): i for i, (layer, c) in enumerate((x, c) for x in space.layers for c in space.aggregating)}
     effects.sort(key=lambda e: order[e.layer, e.mode, e.k])
     samples = sum(batch.samples for batch in held)
-    return Sensitivity(tuple(effects), sorted(source)[len(source) // 2], samples, held[0].steps, rounds, machine.describe())
+    return Sensitivity(
+        tuple(effects), sorted(source)[len(source) // 2], samples, held[0].steps, how.rounds, machine.describe()
+    )
 
 
-def _effect(
-    layer: str, choice: Choice, net: nn.Module, held: Sequence[Batch], expected: Tensor, rates: Firing,
-    taken: dict[str, float], decode: Decode | None, seed: int,
-) -> Effect:  # fmt: skip
+class _Source(NamedTuple):
+    """What is known of the source on the batches: its class scores and firing rates, and how both were measured."""
+
+    held: Sequence[Batch]
+    scores: Tensor
+    rates: Firing
+    how: Measurement
+
+
+def _effect(layer: str, choice: Choice, net: nn.Module, before: _Source, taken: dict[str, float]) -> Effect:
+    held, expected, rates, how = before
     verdict = report(net)[layer]
     if verdict.status != "converted":
         return Effect(layer, choice.mode, choice.k, refused=f"{verdict.reason}: {verdict.detail}")
-    got = scores(net, held, decode, seed)
+    got = scores(net, held, how.decode, how.seed)
     logs = torch.log_softmax(expected, 1), torch.log_softmax(got, 1)
     kl = (logs[0].exp() * (logs[0] - logs[1])).sum(1).mean().item()
     changed = firing(net, held)

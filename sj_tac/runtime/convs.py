@@ -1,0 +1,240 @@
+"""What the convs of converted chains become: they call the convolution once for each group of frames."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac import host
+from sj_tac.errors import InputError
+from sj_tac.host import layer
+from sj_tac.kernels import reference
+from sj_tac.kernels.weights import decay_weights
+from sj_tac.runtime.drives import Drive
+from sj_tac.runtime.groups import Groups, Sums, even, single
+from sj_tac.runtime.table import is_usable
+from sj_tac.runtime.values import Frames, Shared, Spikes, ordinary
+
+LOGITS = "tac_logits"
+# Dimensions of the frames that a layer takes, in step_mode "m", and how its errors write them.
+_FRAMES = {nn.Conv1d: (4, "[T, N, C, L]"), nn.Conv2d: (5, "[T, N, C, H, W]"), nn.Conv3d: (6, "[T, N, C, D, H, W]")}
+
+
+def check_frames(x: Tensor, inner: Any, name: str) -> None:
+    """Raise InputError unless ``x`` is frames of what the conv or Linear takes, with its channels, and at least one."""
+    if isinstance(inner, nn.Linear):
+        if x.dim() < 3 or x.shape[0] == 0 or x.shape[-1] != inner.in_features:
+            raise InputError(
+                f"layer {name!r} takes frames [T, N, ..., F] with T >= 1 and F={inner.in_features}, "
+                f"got a tensor of shape {list(x.shape)}; stack the time steps in front, T first"
+            )
+        return
+    dims, shape = next(value for kind, value in _FRAMES.items() if isinstance(inner, kind))
+    if x.dim() != dims or x.shape[0] == 0 or x.shape[2] != inner.in_channels:
+        raise InputError(
+            f"layer {name!r} takes frames {shape} with T >= 1 and C={inner.in_channels}, "
+            f"got a tensor of shape {list(x.shape)}; stack the time steps in front, T first"
+        )
+
+
+class DriveModule(nn.Module):
+    """The conv of a converted chain, or the container that begins with it. See the subclasses."""
+
+    _tac: Drive
+    # Dimensions of the frames, where the layer is a conv itself: most calls are checked by these.
+    _rank = 0
+    in_channels: int
+
+    def inner(self) -> Any:
+        """The layer that has the weights."""
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not host.is_multi_step(self):
+            result: Tensor = super().forward(x)
+            return result
+        drive, logits = self._tac, self._parameters.get(LOGITS)
+        if drive.borders.are_plain:
+            return self._on_frames(ordinary(x, drive.name))
+        if not isinstance(x, Frames):
+            self._check(x)
+            wanted = drive.wants(single(x.shape[0]), (x.dtype, x.device), logits)
+            assert wanted is not None
+            drive.ran, summed = "frames", drive.aggregate(x, wanted)
+            steps = x.shape[0]
+        else:
+            wanted, summed = self._of_value(x, logits)
+            steps = x.steps
+            self._check(summed)
+        y: Tensor = super().forward(summed)
+        drive.seen = (steps, y.shape)
+        return drive.emit(y, wanted, x)
+
+    def _of_value(self, x: Frames, logits: Tensor | None) -> tuple[Sums, Tensor]:
+        """The sums of a value, by the shortest way that it allows."""
+        drive = self._tac
+        if isinstance(x, Shared) and drive.takes(x):
+            wanted = drive.wants(x.expression.groups, x.kind, logits)
+            if wanted is not None:
+                drive.ran = "shared"
+                x.note_use()
+                return wanted, drive.aggregate(x.expression.mapped(), wanted)
+        wanted = drive.wants(single(x.steps), x.kind, logits)
+        assert wanted is not None
+        if isinstance(x, Spikes) and x.sums and is_usable(x):
+            found = x.sums.get(wanted)
+            if found is not None:
+                drive.ran = "sums"
+                x.note_use()
+                return wanted, found
+        drive.ran = "frames of a value"
+        found = x.frames(drive.name)
+        if isinstance(x, Spikes) and x.sums and not wanted.sums_nothing:
+            drive.tell(x)
+        return wanted, drive.aggregate(found, wanted)
+
+    def _on_frames(self, x: Tensor) -> Tensor:
+        """The definition: frames in, each group's drive as often as it has frames out."""
+        drive, logits = self._tac, self._parameters.get(LOGITS)
+        self._check(x)
+        if not torch.compiler.is_compiling():
+            drive.ran = "plain"
+        lengths = list(drive.span.lengths(x.shape[0]))
+        # Behind a collapse all frames of a group are alike; their mean is what they are.
+        compact = reference.mean_of_alike(x, lengths)
+        steps = even(-(-x.shape[0] // drive.span.merged), drive.span.stretch)
+        groups = Groups(steps.steps, tuple(lengths), drive.span.merged)
+        wanted = drive.wants(groups, (x.dtype, x.device), logits)
+        assert wanted is not None
+        y: Tensor = super().forward(drive.aggregate(compact, wanted))
+        if not torch.compiler.is_compiling():
+            drive.seen = (x.shape[0], y.shape)
+        return reference.repeat(y, wanted.groups.frames)
+
+    def _check(self, x: Tensor) -> None:
+        """Raise InputError where ``x`` is not frames that this layer takes."""
+        shape = x.shape
+        if len(shape) != self._rank or shape[2] != self.in_channels or not shape[0]:
+            check_frames(x, self.inner(), self._tac.name)
+
+    def macs(self) -> tuple[int, int] | None:
+        """T and multiply-accumulates per frame and sample of the last call; None where they cannot be known from it."""
+        if self._tac.seen is None:
+            return None
+        steps, shape = self._tac.seen
+        weight = self.inner().weight
+        return steps, math.prod(shape[2:]) * (weight.numel() // weight.shape[0])
+
+    def initial_logits(self) -> Tensor:
+        """Logits whose softmax is the decay weights of a whole group, in the conv's dtype: [frames]."""
+        drive = self._tac
+        with torch.no_grad():
+            beta = host.decay(drive.node, torch.float64)
+        weights = decay_weights(float(beta), [drive.span.stretch] * drive.frames)
+        return torch.tensor(weights, dtype=torch.float64).log().to(self.inner().weight)
+
+    def extra_repr(self) -> str:
+        drive = self._tac
+        shown = f"{super().extra_repr()}, k={drive.k}, weights={drive.weights}"
+        return shown if drive.normalize else shown + ", normalize=False"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint of the source net knows no logits; it loads strictly, and they start at the decay weights.
+        key = prefix + LOGITS
+        if LOGITS in self._parameters and key not in state_dict:
+            state_dict[key] = self.initial_logits()
+            try:
+                super()._load_from_state_dict(state_dict, prefix, *args)
+            finally:
+                del state_dict[key]
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError(
+            f"layer {self._tac.name!r}: nn.DataParallel replicas would share one neuron state; "
+            "use torch.nn.parallel.DistributedDataParallel, or sj_tac.restore the net first"
+        )
+
+
+class TACTPConv1d(DriveModule, layer.Conv1d):
+    """TAC-TP, "preserve": one convolution for k frames; its drive is shared, so T stays. [T, N, C, L] in and out."""
+
+    _rank = 4
+
+
+class TACTPConv2d(DriveModule, layer.Conv2d):
+    """TAC-TP, "preserve": one convolution for k frames; its drive is shared, so T stays. [T, N, C, H, W] in and out."""
+
+    _rank = 5
+
+
+class TACTPConv3d(DriveModule, layer.Conv3d):
+    """TAC-TP, "preserve": one convolution for k frames; its drive is shared, so T stays. [T, N, C, D, H, W] in and out."""
+
+    _rank = 6
+
+
+class TACTPLinear(DriveModule, layer.Linear):
+    """TAC-TP, "preserve": one product for k frames; its drive is shared, so T stays. [T, N, ..., F] in and out."""
+
+
+class TACConv1d(DriveModule, layer.Conv1d):
+    """TAC, "collapse": one convolution for k frames, which are one behind the neuron. [T, N, C, L] in and out."""
+
+    _rank = 4
+
+
+class TACConv2d(DriveModule, layer.Conv2d):
+    """TAC, "collapse": one convolution for k frames, which are one behind the neuron. [T, N, C, H, W] in and out."""
+
+    _rank = 5
+
+
+class TACConv3d(DriveModule, layer.Conv3d):
+    """TAC, "collapse": one convolution for k frames, which are one behind the neuron. [T, N, C, D, H, W] in and out."""
+
+    _rank = 6
+
+
+class TACLinear(DriveModule, layer.Linear):
+    """TAC, "collapse": one product for k frames, which are one behind the neuron. [T, N, ..., F] in and out."""
+
+
+class _Container(DriveModule, layer.SeqToANNContainer):
+    def inner(self) -> Any:
+        return self[0]
+
+    def macs(self) -> tuple[int, int] | None:
+        # Pools behind the conv hide how large its own output was; the first run of the source net has seen it.
+        pools = any(isinstance(m, (*host.ANY_MAX_POOLS, *host.INNER_AVG_POOLS)) for m in self)
+        return None if pools else super().macs()
+
+
+class TACTPSeqToANNContainer(_Container):
+    """TAC-TP, "preserve", of a container conv -> [norm] -> [pool]; frames in and out."""
+
+
+class TACSeqToANNContainer(_Container):
+    """TAC, "collapse", of a container conv -> [norm] -> [pool]; frames in and out."""
+
+
+DRIVE_SWAPS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
+    "preserve": {
+        layer.Conv1d: TACTPConv1d,
+        layer.Conv2d: TACTPConv2d,
+        layer.Conv3d: TACTPConv3d,
+        layer.Linear: TACTPLinear,
+        layer.SeqToANNContainer: TACTPSeqToANNContainer,
+    },
+    "collapse": {
+        layer.Conv1d: TACConv1d,
+        layer.Conv2d: TACConv2d,
+        layer.Conv3d: TACConv3d,
+        layer.Linear: TACLinear,
+        layer.SeqToANNContainer: TACSeqToANNContainer,
+    },
+}
