@@ -97,7 +97,8 @@ class Marked(Tensor):
 
 
 _SUMS = {torch.add, torch.sub, Tensor.add, Tensor.sub, Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__}
-_SUMS |= {Tensor.add_, Tensor.sub_, Tensor.__iadd__, Tensor.__isub__}
+_IN_PLACE = {Tensor.add_, Tensor.sub_, Tensor.__iadd__, Tensor.__isub__}
+_SUMS |= _IN_PLACE
 _SCALINGS = {torch.mul, torch.div, Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__}
 
 
@@ -105,6 +106,8 @@ def _mark_behind(func: Any, args: Any, kwargs: Any) -> Mark | None:
     if kwargs or len(args) != 2:
         return None
     first, second = (mark_of(a) for a in args)
+    if func in _SUMS - _IN_PLACE and first is not None and isinstance(args[1], (int, float)):
+        return first
     if func in _SUMS and first is not None and first == second and args[0].shape == args[1].shape:
         return first
     if func in _SCALINGS and first is not None and isinstance(args[1], (int, float)):

@@ -73,14 +73,13 @@ def is_watched(model: nn.Module) -> bool:
     """True where backward hooks hang on a module inside, or on all modules, or a module inside is compiled or sharded."""
     if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
         return True
-    # FSDP puts nodes of its own into autograd's graph, in front of each part; nobody has it who has not imported it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    # FSDP puts nodes of its own into autograd's graph, in front of each part. Nobody has these who has not imported them.
+    fsdp, dynamo = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch._dynamo")
+    special = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    if dynamo is not None:
+        special = (*special, dynamo.OptimizedModule)
     return any(
-        m._backward_hooks
-        or m._backward_pre_hooks
-        or m._compiled_call_impl is not None
-        or isinstance(m, (torch._dynamo.OptimizedModule, *sharded))
+        m._backward_hooks or m._backward_pre_hooks or m._compiled_call_impl is not None or isinstance(m, special)
         for m in model.modules()
         if m is not model
     )

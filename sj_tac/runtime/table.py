@@ -308,6 +308,12 @@ def _detach(function: Any, args: Any, kwargs: Any) -> Any:
     return _view(args[0], torch.detach) if args[0].intact else NotImplemented
 
 
+@handles(Tensor.detach_, torch.detach_)
+def _detach_in_place(function: Any, args: Any, kwargs: Any) -> Any:
+    args[0].cut("detach_")
+    return args[0]
+
+
 @handles(torch.mean, Tensor.mean, torch.sum, Tensor.sum)
 def _reduce(function: Any, args: Any, kwargs: Any) -> Any:
     """A mean or sum over dimensions behind the batch's."""

@@ -6,6 +6,7 @@ ordinary frames, made once. docs/how-it-works.md has the picture.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, Self
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from sj_tac.errors import StaleValueError
 from sj_tac.runtime.expressions import Expression, SharedExpression
+from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, writes
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.recording import Birth, Born, Followed
 
@@ -58,6 +60,8 @@ class Frames(Tensor):
 
     @classmethod
     def _born(cls, expression: Expression, shape: tuple[int, ...], like: Tensor, steps: int, folded: int | None) -> Self:
+        if not _EAGER and "torch._dynamo" in sys.modules:
+            _run_eagerly()
         kind = (like.dtype, like.device)
         recorded = torch.is_grad_enabled()
         made: Self
@@ -139,6 +143,15 @@ class Frames(Tensor):
         self._made = self.frames(reader).clone()
         self._as_made = self._followed = self._made._version
 
+    def cut(self, reader: str) -> None:
+        """Cut the frames from autograd's graph, as ``detach_`` does: what was read before keeps its gradient."""
+        self._made = self.frames(reader).detach()
+        with below_functions():
+            self.detach_()
+        self._node = self._birth = None
+        if not _settle(self, self._made):
+            self._watched = True
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         frames: Any = self.frames("pickle")
         return frames.__reduce_ex__(protocol)
@@ -174,6 +187,19 @@ class Frames(Tensor):
                     )
         args, kwargs = torch.utils._pytree.tree_map(_below, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+_EAGER: list[bool] = []
+
+
+def _run_eagerly() -> None:
+    """Keep torch.compile out of what values do: a function that the user compiled may be handed one.
+
+    Not before torch.compile is imported, which takes seconds and most never need.
+    """
+    dispatch = Frames.__dict__["__torch_function__"].__func__
+    Frames.__torch_function__ = classmethod(torch.compiler.disable(dispatch))  # type: ignore
+    _EAGER.append(True)
 
 
 def _below(x: Any) -> Any:
@@ -278,25 +304,6 @@ class Spikes(Frames):
         return made
 
 
-# Questions that are answered for the frames without making them.
-ASKING: set[Any] = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "is_sparse", "is_meta")
-    ),
-    *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__),
-    *(Tensor.nelement, Tensor.element_size, torch.numel, torch.is_floating_point, torch.is_complex),
-}
-# From here on somebody else wants the gradient of the frames themselves.
-GRADIENTS: set[Any] = {
-    *(Tensor.retain_grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_),
-    torch.autograd.grad,
-}
-# From here on somebody may write into the frames past their version counter.
-MEMORY: set[Any] = {
-    *(Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),  # type: ignore[attr-defined]
-    *(Tensor.__dlpack__, Tensor.set_, Tensor.share_memory_),
-}
 TABLE: dict[Any, Callable[..., Any]] = {}
 
 
@@ -313,7 +320,7 @@ def on_frames(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x
 
     first, out = args[0] if args else None, kwargs.get("out")
-    if isinstance(first, Frames) and first._made is None and first.expression.noted and _writes(reader):
+    if isinstance(first, Frames) and first._made is None and first.expression.noted and writes(reader):
         first.frames_of_its_own(reader)
     args = tuple([plain(x) for x in args])
     found = func(*args, **{name: plain(x) for name, x in kwargs.items()})
@@ -361,11 +368,6 @@ def _settle(x: Frames, frames: Tensor) -> bool:
     held["expression"], held["means"] = SharedExpression(frames, single(x.steps)), source.means
     held["merges"], held["normalize"], held["_becoming"] = False, True, None
     return True
-
-
-def _writes(name: str) -> bool:
-    """True for the name of a torch function that writes into its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
 
 
 def _follow(value: Frames, frames: Tensor) -> None:

@@ -119,6 +119,20 @@ def pooled_time(n, x):
     return n.head(n.d(n.c(n.b(s.unflatten(0, (3, 2)).mean(1)))))
 
 
+@case("detach_()", modes=("preserve",))  # the definition's own marks are views, which torch does not detach in place
+def cut(n, x):
+    s = n.a(x) * 1.5
+    y = n.aux(n.f(s))
+    s.detach_()
+    return n.head(n.d(n.c(n.b(s)))), y
+
+
+@case("numbers on a drive")
+def mapped(n, x):
+    d = n.b[1](n.b[0](n.a(x)))
+    return n.head(n.d(n.c(n.b[2](d * 2 - 0.3))))
+
+
 @case("the same layers with T and 5")
 def two_lengths(n, x):
     return straight(n, x).mean(0) + n.aux(n.c(n.b(n.a(x[:5])))).mean(0)
