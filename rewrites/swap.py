@@ -7,6 +7,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rewrites.plan import Plan
 from sj_tac import host
+from sj_tac.kernels import reference
 from sj_tac.runtime.borders import PLAIN, Borders
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Norm, Pool
@@ -57,26 +58,22 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
     for name, place in layout.drives.items():
         s = place.settings
         drive = Drive(name, modules[place.neuron], borders, s.mode, s.k, s.weights, s.normalize, s.spikes, place.span)
-        drive.takes_sums, drive.backend = place.site in fusion.readers.values(), plan.backend
-        if not plan.fused:
-            drive.backend = "reference"
+        drive.backend = plan.backend if plan.fused else reference.NAME
         roles.append((modules[place.site], drive))
     pools = dict(layout.pools) | dict.fromkeys([*layout.before, *fusion.through], PLAIN)
     for name, unit_place in layout.units.items():
         fused = fusion.units.get(name)
         unit = Unit(name, borders, unit_place.span, unit_place.merge, unit_place.normalize)
         unit.pools_later, unit.backend = unit_place.pools_later, plan.backend
-        if fused is not None:
-            unit.planned, unit.slower = fused.kernel, fused.slower
-            if fused.pool is not None:
-                unit.pool = modules[fused.pool]
-                pools.setdefault(fused.pool, PLAIN)
+        if fused is not None and fused.pool is not None:
+            unit.pool = modules[fused.pool]
+            pools.setdefault(fused.pool, PLAIN)
         roles.append((modules[name], unit))
     for name, layer in layout.norms.items():
         roles.append((modules[name], Norm(layer, borders, name in layout.aggregated)))
     for name, span in pools.items():
         if not isinstance(modules[name], nn.Identity):
-            roles.append((modules[name], Pool(borders, span, name in layout.pools)))
+            roles.append((modules[name], Pool(name, borders, span, name in layout.pools)))
     return roles
 
 

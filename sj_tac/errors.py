@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -66,3 +67,11 @@ class StaleValueError(SjTacError, RuntimeError):
 
 class PlanNotKeptWarning(UserWarning):
     """A call went another way than the traced one: a converted layer ran slower than planned, with the same results."""
+
+
+def refuse_unknown(caller: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError, as Python itself does, where an option by keyword is not one that ``caller`` takes."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}; it knows {', '.join(names)}")

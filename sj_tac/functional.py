@@ -7,6 +7,7 @@ from typing import TypedDict, Unpack
 
 from torch import Tensor, nn
 
+from sj_tac.errors import refuse_unknown
 from sj_tac.kernels import aggregate as aggregation
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels import reference
@@ -70,7 +71,7 @@ def expand(y: Tensor, k: int, steps: int) -> Tensor:
     return reference.repeat(y, lengths)
 
 
-class Operands(TypedDict, total=False):
+class FireOptions(TypedDict, total=False):
     """What ``fire`` takes by keyword beside the drives and the neuron."""
 
     v: Tensor | None
@@ -91,7 +92,7 @@ def fire(
     steps: int | None = None,
     pool: nn.Module | None = None,
     backend: str = "auto",
-    **operands: Unpack[Operands],
+    **options: Unpack[FireOptions],
 ) -> tuple[Tensor, Tensor]:
     """BatchNorm affine -> ``k`` neuron steps on each drive -> pool -> weighted sums, in one pass over ``y``.
 
@@ -100,7 +101,7 @@ def fire(
         node: a LIFNode, IFNode or ParametricLIFNode; its state is neither read nor written.
         k, steps: steps on each drive, and in all (default G * k); the last drive gets what is left.
         pool: MaxPool2d or AvgPool2d, or None.
-        v (in ``operands``, as all that follow): voltages [N, C, H, W]; default: at rest.
+        v (in ``options``, as all that follow): voltages [N, C, H, W]; default: at rest.
         residual: frames [steps, N, C, H, W] of y's dtype, added to the drives behind the affine map, step by step.
         scale, shift: [C], of a BatchNorm in eval mode.
         weights, group: one weight for each step [T], summed in groups of ``group``; default: the frames themselves.
@@ -113,9 +114,7 @@ def fire(
     Raises:
         ValueError: shapes or numbers that do not fit. BackendError: a named backend that cannot run this.
     """
-    unknown = set(operands) - set(Operands.__annotations__)
-    if unknown:
-        raise TypeError(f"fire() got an unexpected keyword argument {min(unknown)!r}")
+    refuse_unknown("fire", options, FireOptions.__annotations__)
     drives = reference.as_number(y.shape[0]) if y.dim() else 0
     total = drives * k if steps is None else steps
     lengths = group_lengths(total, k) if k >= 1 and total >= 1 else []
@@ -124,17 +123,5 @@ def fire(
             f"fire got drives {list(y.shape)} with k={k} and {total} steps; it takes "
             "[ceil(steps / k), N, C, H, W] and at least one step"
         )
-    weights, group = operands.get("weights"), operands.get("group", 1)
-    residual, merge = operands.get("residual"), operands.get("merge", False)
-    emitted = len(lengths) if merge else total
-    if weights is not None and (tuple(weights.shape) != (emitted,) or group < 1):
-        raise ValueError(
-            f"fire got weights {list(weights.shape)} in groups of {group} for {emitted} steps; one weight a step"
-        )
-    if residual is not None and (merge or residual.shape != (total, *y.shape[1:]) or residual.dtype != y.dtype):
-        raise ValueError(
-            f"fire got a residual {list(residual.shape)} of {residual.dtype} for {total} steps on drives {list(y.shape)} of "
-            f"{y.dtype}, merge={merge}; it takes one frame for each step, and none for merged steps"
-        )
     kernel, _ = kernels.choose(backend, node, pool, y.device, y.dtype)
-    return kernels.run(kernel, kernels.Call(y, node, lengths, pool=pool, **operands))
+    return kernels.run(kernel, kernels.Call(y, node, lengths, pool=pool, **options))

@@ -17,7 +17,7 @@ from rewrites.graph import straight
 from rewrites.plan import Plan
 from rewrites.rates import Layout
 from sj_tac import host
-from sj_tac.errors import ConversionError, PolicyError
+from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
 from sj_tac.kernels import backends, reference
 from sj_tac.policy import Settings
 from sj_tac.runtime.borders import Borders, Span
@@ -124,13 +124,6 @@ class _Operator(nn.Module):
         return frames[:: self.stretch] if self.stretch > 1 else frames
 
 
-def _check_names(operator: _Operator, given: Any, known: Any) -> None:
-    names = get_type_hints(known)
-    for name in given:
-        if name not in names:
-            raise TypeError(f"{type(operator).__name__}() got an unexpected keyword argument {name!r}")
-
-
 class TACTP(_Operator):
     """TAC-TP, "preserve": one convolution for every ``k`` frames, ordinary neuron steps on the shared drive; T stays.
 
@@ -168,7 +161,7 @@ class TACTP(_Operator):
         fuse: bool = True,
         **aggregation: Unpack[_Aggregation],
     ) -> None:
-        _check_names(self, aggregation, _Aggregation)
+        refuse_unknown(type(self).__name__, aggregation, get_type_hints(_Aggregation))
         settings = Settings.build(mode="preserve", k=k, emit="groups", **aggregation)
         super().__init__(conv, norm, neuron, pool, settings, stretch, backend, fuse)
 
@@ -200,6 +193,6 @@ class TAC(_Operator):
         fuse: bool = True,
         **aggregation: Unpack[_Emission],
     ) -> None:
-        _check_names(self, aggregation, _Emission)
+        refuse_unknown(type(self).__name__, aggregation, get_type_hints(_Emission))
         settings = Settings.build(**({"mode": "collapse", "k": k, "spikes": "binary", "emit": "groups"} | aggregation))
         super().__init__(conv, norm, neuron, pool, settings, stretch, backend, fuse)

@@ -24,13 +24,11 @@ def differentiates(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def is_transformed() -> bool:
+    """True inside a trace of torch.jit's, a transform of torch.func's or a dispatch mode: tensors may be fake or wrapped."""
+    return _modes() > 0 or _tracing() is not None or _transform() is not None
+
+
 def is_plain(x: Tensor) -> bool:
     """True where nothing watches what is done to ``x``: no tracing, compiling, profiling or transform of torch's."""
-    return (
-        type(x) in _PLAIN
-        and not is_compiling()
-        and _modes() == 0
-        and _tracing() is None
-        and _transform() is None
-        and not _profiling()
-    )
+    return type(x) in _PLAIN and not is_compiling() and not is_transformed() and not _profiling()

@@ -197,8 +197,11 @@ def run(kernel: str, call: Call) -> tuple[Tensor, Tensor]:
         ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
     """
     y, node, lengths, v, residual, scale, shift, _, weights, _, merge, normalize = call
-    if merge and residual is not None:
-        raise ValueError(f"fire got a residual {list(residual.shape)} for merged steps; it is added to ordinary steps only")
+    if residual is not None and (merge or residual.dtype is not y.dtype):
+        raise ValueError(
+            f"fire got a residual {list(residual.shape)} of {residual.dtype} with drives of {y.dtype}, merge={merge}; it "
+            "takes one frame for each step, of the drives' dtype, and none for merged steps"
+        )
     if forward_ad._current_level >= 0:
         refuse_tangents("fire", y, v, residual, scale, shift, weights, _plif(node))
     v, scale = widened("fire", y, "voltages", v), widened("fire", y, "scale", scale)

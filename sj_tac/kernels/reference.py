@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sj_tac import host
+from sj_tac.host import dispatch
 
 NAME = "reference"
 
@@ -22,18 +23,9 @@ def _held(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def _is_watched() -> bool:
-    """Whether a tensor that is made now is fake, a wrapper or part of a trace, and must not outlive what made it so."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
-
-
 def constant(numbers: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor of numbers, made once: on a GPU a copy from the host waits, and cannot go into a CUDA graph."""
-    if torch.compiler.is_compiling() or _is_watched():
+    if torch.compiler.is_compiling() or dispatch.is_transformed():  # what is made now must not outlive what made it so
         return torch.tensor(list(numbers), dtype=dtype, device=device)
     return _held(tuple(float(n) for n in numbers), dtype, device)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
+from sj_tac.host import dispatch
 from sj_tac.kernels.weights import group_lengths
 
 
@@ -63,9 +64,7 @@ class Borders:
             or bool(every_module._global_forward_hooks or every_module._global_forward_pre_hooks)
             or torch.compiler.is_compiling()
             or (self.watched and torch.is_grad_enabled())
-            or torch._C._get_tracing_state() is not None
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or torch._C._len_torch_dispatch_stack() > 0
+            or dispatch.is_transformed()
         )
 
 

@@ -29,7 +29,7 @@ class Drive:
 
     Attributes:
         node: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
-        span: what the trace says of the frames in front of it; takes_sums: sums were planned to come.
+        span: what the trace says of the frames in front of it.
         backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
             "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
     """
@@ -43,7 +43,6 @@ class Drive:
     normalize: bool = True
     spikes: str = "count"
     span: Span = PLAIN
-    takes_sums: bool = False
     backend: str = reference.NAME
     ran: str = ""
     seen: tuple[int, Sequence[int]] | None = None

@@ -39,6 +39,7 @@ class Norm:
 class Pool:
     """A pool or Dropout behind a neuron. ``means``: it takes the mean of each group's steps, by the trace's ``span``."""
 
+    name: str
     borders: Borders
     span: Span = PLAIN
     means: bool = False
@@ -143,19 +144,19 @@ class _PoolModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         pool = self._tac
         if not host.is_multi_step(self):
-            return self._pooled(ordinary(x, "a pool"))
+            return self._pooled(ordinary(x, pool.name))
         if isinstance(x, Spikes) and is_usable(x):
             if x.pooled is not None and x.pooled[0] == host.pool_window(self):
                 x.note_use()
                 return x.pooled[1]
             if x.means is not None:
-                steps = self._pooled(x.frames("a pool"))
+                steps = self._pooled(x.frames(pool.name))
                 if pool.means:
                     return Shared.of(SharedExpression(reference.mean(steps, x.means.steps), x.means), x.means)
                 return pending(steps, x.means)
         if not (pool.means and pool.borders.are_plain):
             return self._pooled(x)
-        frames = ordinary(x, "a pool")
+        frames = ordinary(x, pool.name)
         merged = group_lengths(frames.shape[0], pool.span.merged)
         steps = self._pooled(reference.mean_of_alike(frames, merged))
         lengths = group_lengths(steps.shape[0], pool.span.stretch)
@@ -182,20 +183,20 @@ class _DropoutModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, (Shared, Spikes)) or not is_usable(x) or not host.is_multi_step(self):
-            plain: Tensor = super().forward(ordinary(x, "a Dropout"))
+            plain: Tensor = super().forward(ordinary(x, self._tac.name))
             return plain
         if not self.training:
             return x
         if isinstance(x, Shared):
             if not x.is_bare:
-                frames: Tensor = super().forward(x.frames("a Dropout"))
+                frames: Tensor = super().forward(x.frames(self._tac.name))
                 return frames
             return x.like(super().forward(x.expression.mapped()))
         if len(x.sums) == 1:
             ((wanted, summed),) = x.sums.items()
             masked = super().forward(summed)
         else:
-            masked = super().forward(x.frames("a Dropout"))
+            masked = super().forward(x.frames(self._tac.name))
             return masked if x.means is None else pending(masked, x.means)
         mask = self.mask
         made = Spikes.of(over(x.expression, lambda t: t * mask), tuple(x.shape), masked, sums={wanted: masked})

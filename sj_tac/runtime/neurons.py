@@ -34,8 +34,8 @@ class Unit:
         span: what the trace says of the frames in front of it; merge: how many steps it takes as one, in a binary collapse.
         pool: the pool behind it that ``fire`` does, or None; pools_later: the mean is taken at a pool further on.
         reader: the conv that sums are prepared for, or None.
-        planned: the kernel that will run; slower: why it is not the fastest. ran: the kernel of the last call, or why it
-            ran as the host's own steps; gave: "sums", "means", "frames" or "plain"; made: who had frames made, how often.
+        ran: the kernel of the last call, or why it ran as the host's own steps.
+        gave: "sums", "means", "frames" or "plain"; made: who had frames made, how often.
     """
 
     name: str
@@ -46,8 +46,6 @@ class Unit:
     pool: Any = None
     pools_later: bool = False
     backend: str = "auto"
-    planned: str = ""
-    slower: str = ""
     ran: str = ""
     gave: str = ""
     made: Counter[str] = field(default_factory=Counter)

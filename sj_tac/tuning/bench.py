@@ -22,7 +22,7 @@ from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import accuracy, firing, labels_of, milliseconds_afresh, scores
-from sj_tac.tuning.options import Measurement, Measuring
+from sj_tac.tuning.options import Measurement, MeasurementOptions
 from sj_tac.tuning.progress import Bar
 from sj_tac.verdicts import total_macs
 
@@ -108,7 +108,7 @@ def bench(
     *,
     title: str = "",
     compiled: bool = False,
-    **options: Unpack[Measuring],
+    **options: Unpack[MeasurementOptions],
 ) -> Bench:
     """Measure the model and its conversions on the same batches; the first batch is timed.
 

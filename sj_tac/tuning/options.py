@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypedDict
 
-from sj_tac.errors import PolicyError
+from sj_tac.errors import PolicyError, refuse_unknown
 from sj_tac.tuning.measure import Decode
 from sj_tac.tuning.trials import Cost
 
 
-class Measuring(TypedDict, total=False):
+class MeasurementOptions(TypedDict, total=False):
     """How nets are run and timed. See ``Measurement``."""
 
     rounds: int
@@ -22,7 +22,7 @@ class Measuring(TypedDict, total=False):
     progress: bool
 
 
-class Searching(Measuring, total=False):
+class SearchOptions(MeasurementOptions, total=False):
     """What a search may try, and where it writes. See ``Search``."""
 
     ks: Sequence[int] | None
@@ -51,12 +51,7 @@ class Measurement:
     @classmethod
     def read(cls, caller: str, rounds: int, given: Mapping[str, Any]) -> Self:
         """The options that ``caller`` was given. Raises TypeError for an unknown one, PolicyError for one out of range."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise TypeError(
-                f"{caller}() got an unexpected keyword argument {unknown[0]!r}; it knows {', '.join(sorted(known))}"
-            )
+        refuse_unknown(caller, given, (field.name for field in fields(cls)))
         made = cls(**({"rounds": rounds} | dict(given)))
         if made.rounds < 1:
             raise PolicyError(f"{caller}: rounds={made.rounds} must be at least 1")

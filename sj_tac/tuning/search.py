@@ -21,7 +21,7 @@ from sj_tac.tuning.diagnosis import Diagnosis, diagnose
 from sj_tac.tuning.evidence import Evidence, Trial, simplicity
 from sj_tac.tuning.log import Log, fingerprint, this_machine
 from sj_tac.tuning.measure import Metric
-from sj_tac.tuning.options import Search, Searching
+from sj_tac.tuning.options import Search, SearchOptions
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Space, read_choices
 from sj_tac.tuning.strategy import Strategy
@@ -62,7 +62,7 @@ def search(
     max_drop: float = 0.01,
     speedup: float | None = None,
     time_limit: float | None = None,
-    **options: Unpack[Searching],
+    **options: Unpack[SearchOptions],
 ) -> Policy:
     """The fastest per-layer policy whose metric, measured on the whole converted net, stays within ``max_drop``.
 

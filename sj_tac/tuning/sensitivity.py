@@ -19,7 +19,7 @@ from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import firing, milliseconds, scores
-from sj_tac.tuning.options import Measurement, Measuring
+from sj_tac.tuning.options import Measurement, MeasurementOptions
 from sj_tac.tuning.plots import heat_map
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Choice, Space
@@ -98,7 +98,7 @@ def sensitivity(
     modes: Sequence[str] = ("preserve", "collapse"),
     *,
     layers: Sequence[str] = ("conv",),
-    **options: Unpack[Measuring],
+    **options: Unpack[MeasurementOptions],
 ) -> Sensitivity:
     """Convert every layer alone, at every ``k`` and mode, and measure what that changes.
 

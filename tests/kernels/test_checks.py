@@ -173,7 +173,7 @@ WRONG_CALLS = {
 @pytest.mark.parametrize("backend", ["numba", "reference"])
 @pytest.mark.parametrize("options", WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_fire_refuses_what_does_not_fit(backend, options):
-    with pytest.raises(ValueError, match=r"^fire got .*; (it takes|one weight a step)"):
+    with pytest.raises(ValueError, match=r"^fire got .*; it takes"):
         fire(torch.randn(G, N, C, H, W), node("lif"), 2, backend=backend, **options)
 
 

@@ -147,9 +147,9 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
         fire(y.to("meta"), node("lif"), backend="numba")
     with pytest.raises(ValueError, match=r"fire got drives \[2, 1, 2, 6, 6\] with k=2 and 5 steps"):
         fire(y, node("lif"), 2, steps=5)
-    with pytest.raises(ValueError, match=r"fire got a residual \[2, 1, 2, 6, 6\] of torch.float32 for 4 steps.*one frame"):
+    with pytest.raises(ValueError, match=r"fire got a residual \[2, 1, 2, 6, 6\] of torch.float32.*one frame"):
         fire(y, node("lif"), 2, residual=y)
-    with pytest.raises(ValueError, match=r"fire got weights \[3\] in groups of 2 for 4 steps; one weight a step"):
+    with pytest.raises(ValueError, match=r"fire got weights \[3\] of torch.float32.*one weight for each of 4 steps"):
         fire(y, node("lif"), 2, weights=torch.ones(3), group=2)
 
 
