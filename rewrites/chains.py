@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.utils import parametrize
 
-from rewrites.graph import CARRIES_DRIVES, Graph, Kind, Node, site_layer
+from rewrites.graph import Graph, Node
+from rewrites.operations import CARRIES_DRIVES, Kind, site_layer
 from sj_tac import host
 from sj_tac.verdicts import Reason, Refusal
 
@@ -29,6 +30,7 @@ class Chain:
         neurons: every neuron that the drive reaches, in the order of the forward; the first one's decay gives the weights.
         direct: nothing but the neuron reads the drive, and nothing is added to it.
         max_pool: a MaxPool between conv and neuron, where the shared drive is only an approximation.
+        folded: its conv is torch's own, on frames [T * N, ...]. repeated: its frames are one frame T times over.
     """
 
     conv: str
@@ -38,6 +40,8 @@ class Chain:
     neurons: tuple[str, ...]
     direct: bool
     max_pool: str | None = None
+    folded: bool = False
+    repeated: bool = False
 
     @property
     def neuron(self) -> str:
@@ -109,13 +113,30 @@ class _Finder:
         if parametrize.is_parametrized(conv):
             return Refusal(Reason.PARAMETRIZED)
         # What a container holds was looked at where it was found to be a site.
-        if self.modules[site] is conv and type(conv) not in (*host.CONVS, *host.LINEARS):
-            return Refusal(Reason.UNSUPPORTED_CONV, f"it is a {type(conv).__module__}.{type(conv).__qualname__}")
+        problem = self.reject_class(conv, self.graph.of(site)) if self.modules[site] is conv else None
+        if problem is not None:
+            return problem
         if not host.is_multi_step(self.modules[site]):
             return Refusal(Reason.NOT_MULTI_STEP, "it is in step_mode 's'")
         if self.graph.of(site).kind is not Kind.SITE:
             return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         return None
+
+    def reject_class(self, conv: nn.Module, node: Node) -> Refusal | None:
+        """What is wrong with the conv's class, on the frames that it is handed."""
+        kind, named = host.kind(conv), f"it is a {type(conv).__module__}.{type(conv).__qualname__}"
+        if kind in (*host.CONVS, *host.LINEARS) or (node.folded and node.kind is Kind.SITE):
+            return None
+        if kind is host.Unknown:
+            return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, one of whose methods was replaced on the instance")
+        if kind not in (*host.FOLDED_CONVS, *host.FOLDED_LINEARS):
+            return Refusal(Reason.UNSUPPORTED_CONV, named)
+        sample = self.graph.sample
+        if sample is None:
+            return Refusal(Reason.FOLD_UNSEEN, f"{named}; no sample was run")
+        if node.ambiguous:
+            return Refusal(Reason.FOLD_AMBIGUOUS, f"{named}; the sample has T={sample.steps} and N={sample.batch}")
+        return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, on {list(node.shape or ())} and no folded frames [T * N, ...]")
 
     def follow(self, name: str, site: Node) -> Chain | Refusal:
         """Along the readers of the conv to its neurons."""
@@ -140,17 +161,28 @@ class _Finder:
                 break
             if node.kind is Kind.NORM and norm is None and not between:
                 norm = node.module
-            elif type(self.modules[node.module or ""]) is not nn.Identity:
+            elif host.kind(self.modules[node.module or ""]) is not nn.Identity:
                 between.append(node.module or "")
         neurons = tuple(str(self.graph.nodes[i].module) for i in reach.neurons)
         max_pool = reach.max_pool or self.inner_max_pool(site)
-        return Chain(name, str(site.module), norm, tuple(between), neurons, direct, max_pool)
+        repeated = all(n.repeated for n in self.graph.inputs(site))
+        return Chain(
+            name,
+            str(site.module),
+            norm,
+            tuple(between),
+            neurons,
+            direct and not site.folded,
+            max_pool,
+            site.folded,
+            repeated,
+        )
 
     def inner_max_pool(self, site: Node) -> str | None:
         """The MaxPool of a container."""
         inside = (
             self.modules[str(site.module)].named_children()
-            if type(self.modules[str(site.module)]) in host.CONTAINERS
+            if host.kind(self.modules[str(site.module)]) in host.CONTAINERS
             else ()
         )
         return next((f"{site.module}.{n}" for n, m in inside if isinstance(m, host.ANY_MAX_POOLS)), None)
@@ -162,7 +194,8 @@ class _Finder:
             module = self.modules[str(reader.module)]
             if not host.is_multi_step(module):
                 return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} is in step_mode 's'")
-            if parametrize.is_parametrized(module) or type(module) not in host.NORMS:
+            known = host.PLAIN_NORMS if site.folded else host.NORMS
+            if parametrize.is_parametrized(module) or host.kind(module) not in known:
                 return Refusal(Reason.UNSUPPORTED_NORM, f"its norm is {reader.label}")
             if host.uses_batch_statistics(module):
                 return Refusal(Reason.BATCH_STATS, f"its norm {reader.label} has track_running_stats=False")
@@ -205,7 +238,7 @@ class _Finder:
             if reader.kind is Kind.SUM and reach.problem is not None and reach.problem.reason in _OF_SUMS:
                 detail = f"{reader.label} adds it to other frames, and of the sum: {reach.problem.detail}"
                 return _Reach(problem=Refusal(Reason.ADD_BEFORE_NEURON, detail))
-            if reader.module and type(self.modules[reader.module]) in host.CONTAINERS and self.inner_max_pool(reader):
+            if reader.module and host.kind(self.modules[reader.module]) in host.CONTAINERS and self.inner_max_pool(reader):
                 return replace(reach, max_pool=self.inner_max_pool(reader))
             return reach
         if reader.kind is Kind.MAX_POOL:
@@ -218,6 +251,8 @@ class _Finder:
             return Refusal(Reason.NO_NEURON, "it reaches the model's output without a neuron")
         if module is not None and not host.is_multi_step(module):
             return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} is in step_mode 's'")
+        if module is not None and host.kind(module) in host.NEURONS and any(n.folded for n in self.graph.inputs(reader)):
+            return Refusal(Reason.NEURON_FOLDED, f"its neuron is {reader.label}")
         if module is not None and host.is_neuron(module):
             return Refusal(Reason.UNSUPPORTED_NEURON, f"its neuron is {reader.label}, of a type with dynamics of its own")
         if isinstance(module, host.ANY_MAX_POOLS):

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from rewrites.chains import Chain
-from rewrites.graph import CARRIES_SUMS, Graph, Kind, Node
+from rewrites.graph import Graph, Node
+from rewrites.operations import CARRIES_SUMS, Kind
 from rewrites.rates import DrivePlace, Layout
 from sj_tac import host
 from sj_tac.errors import BackendError
-from sj_tac.kernels import backends
-from sj_tac.kernels import fire as kernels
+from sj_tac.kernels import backends, fire as kernels
 from sj_tac.runtime.swaps import source_class
 from sj_tac.verdicts import Refusal
 
@@ -95,10 +95,13 @@ class _Fuse:
     def pool(self, node: Node) -> Node | None:
         """The pool that the neuron's spikes go to, and nothing else, where ``fire`` knows how to pool so."""
         readers = self.graph.readers(node)
+        while len(readers) == 1 and _folds_only(node, readers[0]):
+            node = readers[0]
+            readers = self.graph.readers(node)
         if len(readers) != 1 or readers[0].module is None or not readers[0].once:
             return None
-        pool = self.modules[readers[0].module]
-        known = source_class(pool) in host.FUSED_POOLS and readers[0].kind in (Kind.MAX_POOL, Kind.LINEAR)
+        pool, pools = self.modules[readers[0].module], host.FOLDED_FUSED_POOLS if node.folded else host.FUSED_POOLS
+        known = source_class(pool) in pools and readers[0].kind in (Kind.MAX_POOL, Kind.LINEAR)
         return readers[0] if known and host.pool_window(pool) is not None else None
 
     def check_named(self, name: str, neuron: str) -> None:
@@ -162,6 +165,14 @@ class _Fuse:
         nodes = [self.modules[p.neuron] for p in places]
         learns = first.settings.weights == "learned" or any(isinstance(n, host.neuron.ParametricLIFNode) for n in nodes)
         return same and not learns and len({host.decay(n, torch.float64) for n in nodes}) == 1
+
+
+def _folds_only(before: Node, after: Node) -> bool:
+    """True where an operation folds time into the batch and changes nothing else, or copies."""
+    if after.kind is Kind.LINEAR and after.module is None:
+        return before.shape == after.shape and before.shape is not None
+    folds = after.kind is Kind.RESHAPE and after.folded and not before.folded
+    return folds and before.shape is not None and after.shape is not None and before.shape[2:] == after.shape[1:]
 
 
 def _wants(place: DrivePlace) -> tuple[int, str, bool]:

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rewrites import swap
-from rewrites import verify as verification
+from rewrites import swap, verify as verification
 from rewrites.plan import Plan, analyse, report_on
 from rewrites.trace import as_arguments
 from sj_tac import host

@@ -10,16 +10,18 @@ import torch
 from torch import nn
 
 from rewrites import verify as verification
+from rewrites.axes import find_axes
 from rewrites.chains import Chain, find_chains
 from rewrites.fuse import Fusion, fuse
 from rewrites.graph import Graph, read
+from rewrites.layouts import Sample
 from rewrites.rates import Layout, lay_out
 from rewrites.trace import as_arguments, trace
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends
 from sj_tac.policy import Rule, Settings, as_policy
-from sj_tac.runtime.borders import PLAIN, Span
+from sj_tac.runtime.borders import PLAIN, Axes, Span
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.neurons import Unit
@@ -32,7 +34,7 @@ class Plan:
 
     Attributes:
         seen: a run of the source on the example input, or None; sampled: a real sample ran beside the trace's symbols.
-        backend, fused: as the arguments of ``convert``.
+        backend, fused: as the arguments of ``convert``. axes: where T and N stand among forward's arguments, if known.
     """
 
     chains: dict[str, Chain | Refusal]
@@ -44,6 +46,7 @@ class Plan:
     fused: bool
     layout: Layout
     fusion: Fusion
+    axes: Axes | None = None
 
     @property
     def macs(self) -> dict[str, tuple[int, int]]:
@@ -74,15 +77,20 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
     settings = {name: found for name, (found, _) in resolved.items()}
     sites = {chain.conv: chain.site for chain in chains.values() if isinstance(chain, Chain)}
     exact = all(s.k == 1 for s in settings.values() if s.mode != "keep")
-    seen = None if example_input is None else _run_source(model, as_arguments(example_input), sites, exact)
-    empty = Plan(chains, settings, graph, traced.sampled, seen, backend, fused, Layout(), Fusion())
+    seen = None
+    if example_input is not None:
+        seen = _run_source(model, as_arguments(example_input), sites, exact, graph.sample)
+    axes = None if example_input is None else find_axes(model, as_arguments(example_input), graph.sample)
+    empty = Plan(chains, settings, graph, traced.sampled, seen, backend, fused, Layout(), Fusion(), axes)
     plan = empty.under(model, settings)
     _check_exact_rules(resolved, chains, plan.layout, checked._source)
     return plan
 
 
-def _run_source(model: nn.Module, arguments: tuple[Any, ...], sites: Mapping[str, str], exact: bool) -> verification.Run:
-    found = verification.run(model, arguments, sites, exact=exact)
+def _run_source(
+    model: nn.Module, arguments: tuple[Any, ...], sites: Mapping[str, str], exact: bool, sample: Sample | None
+) -> verification.Run:
+    found = verification.run(model, arguments, sites, exact=exact, sample=sample)
     if found.failure:
         raise ConversionError(f"the model {found.failure}; pass a batch [T, N, C, H, W] that it takes") from found.error
     return found

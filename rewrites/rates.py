@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from rewrites.chains import Chain
-from rewrites.graph import CARRIES_SPANS, CARRIES_SUMS, Graph, Kind, Node, site_layer
+from rewrites.graph import Graph, Node
+from rewrites.operations import CARRIES_SPANS, CARRIES_SUMS, Kind, site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
 from sj_tac.runtime.borders import PLAIN, Span
@@ -34,6 +35,8 @@ class DrivePlace:
     neuron: str
     span: Span
     settings: Settings
+    folded: bool = False
+    repeated: bool = False
 
     @property
     def frames(self) -> int:
@@ -56,6 +59,7 @@ class UnitPlace:
     merge: int = 1
     normalize: bool = True
     pools_later: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class Layout:
     early: dict[str, str] = field(default_factory=dict)
     emits_groups: bool = False
 
+    @property
+    def folds(self) -> bool:
+        """True where a converted layer takes folded frames."""
+        return any(place.folded for place in self.drives.values())
+
 
 def lay_out(
     model: nn.Module,
@@ -96,20 +105,40 @@ def lay_out(
 
     One value after another gets its span. Where a chain turns out to be impossible the walk begins again without it.
     """
-    refused = {
-        name: Refusal(Reason.POOL_BEFORE_NEURON, f"{chain.max_pool!r} stands between it and the neuron")
-        for name, chain in chains.items()
-        if isinstance(chain, Chain) and chain.max_pool and not settings[name].approximate and settings[name].mode != "keep"
-    }
+    effective = {name: _effective(chains[name], s) for name, s in settings.items()}
+    repeated = {name for name, (_, repeats) in effective.items() if repeats}
+    settings = {name: s for name, (s, _) in effective.items()}
+    refused: dict[str, Refusal] = {}
+    for name, chain in chains.items():
+        if not isinstance(chain, Chain) or settings[name].mode == "keep":
+            continue
+        if chain.max_pool and not settings[name].approximate and name not in repeated:
+            refused[name] = Refusal(Reason.POOL_BEFORE_NEURON, f"{chain.max_pool!r} stands between it and the neuron")
+        elif chain.folded and settings[name].mode == "collapse":
+            refused[name] = Refusal(Reason.COLLAPSE_FOLDED)
     while True:
         walk = _Walk(model, graph, chains, settings, refused)
+        walk.repeated = repeated
         found = walk.run(entry)
         if found is not None:
             return found
         refused = refused | walk.impossible
 
 
+def _effective(chain: Chain | Refusal, settings: Settings) -> tuple[Settings, bool]:
+    """What the settings of a layer come to, and whether it runs once where its frames are one frame T times over."""
+    exact = isinstance(chain, Chain) and chain.repeated and settings.exact and settings.normalize
+    if not isinstance(chain, Chain) or not exact or settings.mode == "collapse" or settings.weights == "learned":
+        return settings, False
+    if settings.mode == "keep" or (chain.max_pool and not settings.approximate):
+        # Frames that turn out to differ after all are then single ones.
+        settings = settings.model_copy(update={"mode": "preserve", "k": 1})
+    return settings, True
+
+
 class _Walk:
+    repeated: set[str]
+
     def __init__(
         self,
         model: nn.Module,
@@ -222,7 +251,7 @@ class _Walk:
             )
             self.impossible[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
             return
-        drive = DrivePlace(chain.site, chain.neuron, span, setting)
+        drive = DrivePlace(chain.site, chain.neuron, span, setting, chain.folded, chain.conv in self.repeated)
         self.drives[chain.conv] = drive
         self.spans[node.index] = drive.out
         if drive.out != span:
@@ -235,7 +264,7 @@ class _Walk:
     def norms_of(self, chain: Chain) -> list[str]:
         """The norms behind the conv of a chain, and those inside its container."""
         readers = self.graph.readers(self.graph.of(chain.site))
-        behind = [n for n in chain.between if source_class(self.modules[n]) in host.NORMS]
+        behind = [n for n in chain.between if source_class(self.modules[n]) in (*host.NORMS, *host.PLAIN_NORMS)]
         names = {chain.norm, *behind, *(r.module for r in readers if r.kind is Kind.NORM and r.once)} - {None}
         site = self.modules[chain.site]
         if source_class(site) in host.CONTAINERS:
@@ -264,7 +293,7 @@ class _Walk:
         # A direct chain's drive alone can merge steps, so that there is one to ask.
         merge = span.merged // self.drives[merged[0].conv].span.merged if merged else 1
         normalize = self.settings[merged[0].conv].normalize if merged else True
-        self.units[name] = UnitPlace(span, merge, normalize, bool(path))
+        self.units[name] = UnitPlace(span, merge, normalize, bool(path), any(c.folded for c in driving))
         if not driving:
             self.stretched[name] = span
 

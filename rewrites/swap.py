@@ -24,15 +24,17 @@ def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
     Returns:
         Handles of the hooks; keep them in what is pickled with the model, so that hooks added after loading get other ids.
     """
-    borders = Borders(plan.fused)
+    borders, layout = Borders(plan.fused), plan.layout
     absorb_all(plan, model, borders)
     handles = [
-        model.register_forward_pre_hook(Enter(borders, plan.fusion.readers), prepend=True),
+        model.register_forward_pre_hook(
+            Enter(borders, plan.fusion.readers, plan.axes if layout.folds else None), prepend=True, with_kwargs=True
+        ),
         # In front of the user's own hooks, which then see ordinary frames.
-        model.register_forward_hook(Leave(plan.layout.emits_groups), prepend=True),
+        model.register_forward_hook(Leave(borders, layout.emits_groups), prepend=True),
     ]
     modules = dict(model.named_modules())
-    for name in plan.layout.ends:
+    for name in layout.ends:
         if not is_swapped(modules[name]):
             handles.append(modules[name].register_forward_pre_hook(Ordinary(), prepend=True))
     host.forget_reset_cache(model)
@@ -58,13 +60,14 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
     for name, place in layout.drives.items():
         s = place.settings
         drive = Drive(name, modules[place.neuron], borders, s.mode, s.k, s.weights, s.normalize, s.spikes, place.span)
+        drive.repeated = place.repeated
         drive.backend = plan.backend if plan.fused else reference.NAME
         roles.append((modules[place.site], drive))
     pools = dict(layout.pools) | dict.fromkeys([*layout.before, *fusion.through], PLAIN)
     for name, unit_place in layout.units.items():
         fused = fusion.units.get(name)
         unit = Unit(name, borders, unit_place.span, unit_place.merge, unit_place.normalize)
-        unit.pools_later, unit.backend = unit_place.pools_later, plan.backend
+        unit.pools_later, unit.backend, unit.folded = unit_place.pools_later, plan.backend, unit_place.folded
         if fused is not None and fused.pool is not None:
             unit.pool = modules[fused.pool]
             pools.setdefault(fused.pool, PLAIN)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.errors import TraceError
 
@@ -24,6 +25,9 @@ class _LeafTracer(fx.Tracer):
     reason; unless ``opaque`` is off, where it is an error.
     """
 
+    # Into containers that are no conv, norm and pool: their frames are folded, which only a sample can tell.
+    looks_inside = False
+
     def __init__(self, *, opaque: bool = True) -> None:
         super().__init__()
         self.opaque = opaque
@@ -31,7 +35,9 @@ class _LeafTracer(fx.Tracer):
         self._stopped: tuple[BaseException, nn.Module] | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if m in self.closed or (host.is_leaf(m) and not host.is_composite(m)):
+        if host.kind(m) in host.CONTAINERS and self.looks_inside and site_layer(m) is None:
+            return m in self.closed
+        if m in self.closed or (host.is_leaf(m) and not host.is_composite(m)) or host.is_added_to(m):
             return True
         return not host.is_composite(m) and super().is_leaf_module(m, module_qualified_name)
 
@@ -119,6 +125,8 @@ class _ValueTracer(_LeafTracer):
 
     The graph is good for looking at which modules feed which. It is not run again: shapes are frozen into it.
     """
+
+    looks_inside = True
 
     def __init__(self, example: dict[str, Any]) -> None:
         super().__init__()
@@ -242,7 +250,11 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
     # Each in a look of its own: what symbols leave in attributes is not for the sample to meet.
     with contextlib.suppress(Exception), host.looked_at(model):
         # Opaque nodes are the last resort: the sample may get through.
-        return _traced(_LeafTracer(opaque=False), model, given, sampled=False)
+        tracer = _LeafTracer(opaque=False)
+        tracer.looks_inside = True
+        traced = _traced(tracer, model, given, sampled=False)
+        _note_shapes(model, traced.graph, given)
+        return traced
     with host.looked_at(model):
         try:
             return _traced(_ValueTracer(given), model, given, sampled=True)
@@ -263,6 +275,25 @@ def _traced(tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], *, sam
             "probably asks for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
         ) from error
     return Traced(graph, {names[m]: why for m, why in tracer.closed.items()}, sampled)
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a graph and notes the shape of every value."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        if isinstance(found, Tensor):
+            n.meta["shape"] = tuple(found.shape)
+        return found
+
+
+def _note_shapes(model: nn.Module, graph: fx.Graph, given: dict[str, Any]) -> None:
+    """Give the nodes of a symbolic graph the shapes that a sample has there; none where it does not run on it."""
+    names = [str(n.target).lstrip("*") for n in graph.nodes if n.op == "placeholder"]
+    arguments = [given[name] for name in names if name in given]
+    with contextlib.suppress(Exception):
+        host.reset_memories(model)
+        _Shapes(model, graph=graph).run(*arguments)
 
 
 def _concrete(model: nn.Module, given: dict[str, Any], sampled: bool) -> dict[str, Any]:

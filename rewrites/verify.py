@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewrites.layouts import Layout, Sample
 from rewrites.trace import copied, described
 from sj_tac import host
 from sj_tac.errors import ConversionError
@@ -61,15 +62,16 @@ def run(
     *,
     watched: bool = True,
     exact: bool = False,
+    sample: Sample | None = None,
 ) -> Run:
     """Run the model from its reset state, and leave it as it was.
 
     Args:
         sites: for a conv, the module whose output has T in front, where that is another one.
-        watched: with hooks on all modules; exact: take down digests, too.
+        watched: with hooks on all modules; exact: take down digests, too. sample: T and N, where the neurons said so.
     """
     data = tensors(arguments)
-    batch = _batch(data[0]) if data else 1
+    batch = sample.batch if sample is not None else _batch(data[0]) if data else 1
     found, entered = Run({}, [], []), []
     totals: dict[str, int] = {}
     steps: dict[str, int] = {}
@@ -85,6 +87,8 @@ def run(
                 totals[name] = totals.get(name, 0) + output.numel() * module.weight[0].numel() // max(1, batch)
             if isinstance(output, Tensor) and output.dim() >= 3 and output.shape[1] == batch:
                 steps[name] = output.shape[0]
+            elif sample is not None and isinstance(output, Tensor) and sample.layout(output.shape) is Layout.FOLDED:
+                steps[name] = sample.steps
 
         return hook
 

@@ -9,9 +9,7 @@ from typing import Any
 from torch import nn
 
 from rewrites import pipeline, swap
-from rewrites.pipeline import RECORD, deep_copy, record_of
-from rewrites.pipeline import plan as plan
-from rewrites.pipeline import report as report
+from rewrites.pipeline import RECORD, deep_copy, plan as plan, record_of, report as report
 from sj_tac import batchnorm
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.policy import as_policy, name_matches, nearest

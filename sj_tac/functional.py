@@ -8,9 +8,7 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from sj_tac.errors import refuse_unknown
-from sj_tac.kernels import aggregate as aggregation
-from sj_tac.kernels import fire as kernels
-from sj_tac.kernels import reference
+from sj_tac.kernels import aggregate as aggregation, fire as kernels, reference
 from sj_tac.kernels.weights import decay_weights, group_lengths, temporal_sum
 
 __all__ = ["aggregate", "decay_weights", "expand", "fire", "temporal_sum"]

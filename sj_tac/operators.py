@@ -70,7 +70,7 @@ class _Operator(nn.Module):
             ("neuron", neuron, host.NEURONS),
             ("pool", pool, (*host.POOLS, type(None))),
         ):
-            if type(module) not in allowed:
+            if (type(module) if module is None else host.kind(module)) not in allowed:
                 names = [t.__name__ for t in allowed if t is not type(None)]
                 raise ConversionError(
                     f"{type(self).__name__}: {role} is a {type(module).__name__}; it must be exactly one of {names} "

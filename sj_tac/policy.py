@@ -41,6 +41,7 @@ class Settings(BaseModel):
     spikes: Literal["count", "binary"] = Field("count", description="of a collapse: mean of k steps, or one step")
     emit: Literal["frames", "groups"] = Field("frames", description="of a collapse up to the output: T, or T/k frames")
     approximate: bool = Field(False, strict=True, description="convert also where a MaxPool stands before the neuron")
+    exact: bool = Field(True, strict=True, description="what is alike for all frames (a repeated image) is computed once")
 
     @model_validator(mode="after")
     def _learned_weights_are_normalized(self) -> Settings:
@@ -70,6 +71,7 @@ class Rule(BaseModel):
     spikes: Literal["count", "binary"] | None = None
     emit: Literal["frames", "groups"] | None = None
     approximate: Annotated[bool, Field(strict=True)] | None = None
+    exact: Annotated[bool, Field(strict=True)] | None = None
 
     @field_validator("match")
     @classmethod

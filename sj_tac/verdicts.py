@@ -35,6 +35,10 @@ class Reason(StrEnum):
     COLLAPSE_BRANCHED = "COLLAPSE_BRANCHED"
     COLLAPSE_POOL = "COLLAPSE_POOL"
     K_NOT_WHOLE = "K_NOT_WHOLE"
+    FOLD_UNSEEN = "FOLD_UNSEEN"
+    FOLD_AMBIGUOUS = "FOLD_AMBIGUOUS"
+    NEURON_FOLDED = "NEURON_FOLDED"
+    COLLAPSE_FOLDED = "COLLAPSE_FOLDED"
 
 
 # What each code means, and what its reader can do about it.
@@ -65,7 +69,7 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "torch.nn.utils.parametrize.remove_parametrizations, then convert",
     ),
     Reason.UNSUPPORTED_CONV: (
-        "it is not exactly one of SpikingJelly's layer.Conv1d, Conv2d, Conv3d, or layer.Linear",
+        "it is neither SpikingJelly's layer.Conv1d, Conv2d, Conv3d or Linear nor torch's own on folded frames [T * N, ...]",
         "use layer.Conv2d, or put torch's own conv and norm into a layer.SeqToANNContainer",
     ),
     Reason.UNSUPPORTED_NORM: (
@@ -104,6 +108,22 @@ REASONS: dict[Reason, tuple[str, str]] = {
     Reason.K_NOT_WHOLE: (
         "k source steps are no whole number of the frames that a collapse before it makes",
         "choose k as a multiple of the collapse before it",
+    ),
+    Reason.FOLD_UNSEEN: (
+        "it is torch's own convolution, and whether its batch is folded frames [T * N, ...] can only be seen on a sample",
+        "pass example_input=, a real batch with N >= 2 samples and N other than T",
+    ),
+    Reason.FOLD_AMBIGUOUS: (
+        "the sample has one sample, or as many as steps, so that folded frames [T * N, ...] cannot be told from others",
+        "pass an example_input with N >= 2 samples and N other than T",
+    ),
+    Reason.NEURON_FOLDED: (
+        "the neuron is handed folded frames [T * N, ...], so it steps through all samples one after the other",
+        "unfold them in front of it, x.reshape(T, N, ...), if the model was meant so; published ones are not all",
+    ),
+    Reason.COLLAPSE_FOLDED: (
+        "time is folded into the batch there, which a collapse would change the size of",
+        "use mode: preserve for this layer",
     ),
 }
 

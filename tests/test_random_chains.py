@@ -1,8 +1,7 @@
 """Random chains under random policies, against an interpreter that knows only the equations and counts every step."""
 
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from spikingjelly.activation_based import layer
 from support import conv, node, norm
 from torch import nn

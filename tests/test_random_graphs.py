@@ -6,8 +6,7 @@ import fnmatch
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from spikingjelly.activation_based import functional, layer, neuron
 from support import awake, conv, frames, node, norm
 from torch import nn

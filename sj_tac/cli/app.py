@@ -18,9 +18,7 @@ from rich.table import Table
 
 from sj_tac.batchnorm import recalibrate as recalibrate_
 from sj_tac.cli import load
-from sj_tac.conversion import convert as convert_
-from sj_tac.conversion import plan as plan_
-from sj_tac.conversion import report
+from sj_tac.conversion import convert as convert_, plan as plan_, report
 from sj_tac.errors import ConversionError, SearchError, SjTacError
 from sj_tac.policy import Policy
 from sj_tac.support import machine

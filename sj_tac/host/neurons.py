@@ -6,8 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from spikingjelly.activation_based import functional
-from spikingjelly.activation_based import surrogate as surrogate
+from spikingjelly.activation_based import functional, surrogate as surrogate
 from torch import Tensor, nn
 
 from sj_tac.host.types import IS_V2, neuron

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spikingjelly.activation_based import base
-from spikingjelly.activation_based import layer as layer
-from spikingjelly.activation_based import neuron as neuron
+from spikingjelly.activation_based import base, layer as layer, neuron as neuron
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -59,6 +57,7 @@ POOLS: tuple[type[nn.Module], ...] = (
     nn.AvgPool2d,
 )
 FUSED_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d, layer.AvgPool2d)
+FOLDED_FUSED_POOLS: tuple[type[nn.Module], ...] = (nn.MaxPool2d, nn.AvgPool2d)
 DROPOUTS: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d)
 # What a weighted sum of frames may pass through, because it treats all frames alike and is linear in them.
 LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *AVG_POOLS, layer.Flatten, nn.Identity)
@@ -66,6 +65,21 @@ LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *
 AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
 # What treats every frame alike, and no more: frames that stand for several steps may pass, sums may not.
 PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout,)
+
+# torch's own layers on folded frames [T * N, ...]: each sees one frame at a time.
+FOLDED_CONVS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv1d, nn.Conv3d)
+FOLDED_LINEARS: tuple[type[nn.Module], ...] = (nn.Linear,)
+FOLDED_MAX_POOLS: tuple[type[nn.Module], ...] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+FOLDED_LINEAR: tuple[type[nn.Module], ...] = (
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.Identity, nn.Flatten, nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
+)
+# Every class whose behaviour is known; of others, ``kinds.kind`` says which of these they come down to.
+KNOWN: frozenset[type[nn.Module]] = frozenset(
+    {*CONVS, *LINEARS, *CONTAINERS, *INNER_CONVS, *INNER_LINEARS, *PLAIN_NORMS, *NORMS, *NEURONS, *ANY_MAX_POOLS}
+    | {*INNER_AVG_POOLS, *POOLS, *LINEAR_IN_TIME, *AFFINE, *PER_FRAME}
+    | {*FOLDED_CONVS, *FOLDED_LINEARS, *FOLDED_MAX_POOLS, *FOLDED_LINEAR}
+)
 
 
 def is_conv(module: nn.Module) -> bool:
@@ -81,6 +95,11 @@ def is_norm(module: nn.Module) -> bool:
 def is_neuron(module: nn.Module) -> bool:
     """Any spiking neuron, supported or not, subclasses by the user among them."""
     return isinstance(module, neuron.BaseNode) or type(module).__module__.startswith(LIBRARY + "neuron")
+
+
+def steps_by_itself(module: nn.Module) -> bool:
+    """True for a spiking neuron in step_mode "m": what it is handed is [T, N, ...] by definition."""
+    return is_neuron(module) and is_multi_step(module)
 
 
 def is_leaf(module: nn.Module) -> bool:

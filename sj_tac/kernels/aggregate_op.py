@@ -84,8 +84,7 @@ def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_wei
 
 @aggregate.register_kernel("cuda")
 def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
-    from sj_tac.kernels.gpu import aggregate as cuda_aggregate
-    from sj_tac.kernels.gpu import launch as cupy_launch
+    from sj_tac.kernels.gpu import aggregate as cuda_aggregate, launch as cupy_launch
 
     refuse_dtype("aggregate", x, ON_CUDA)
     check_aggregate(x, weights, group)
@@ -95,8 +94,7 @@ def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
 
 @aggregate_backward.register_kernel("cuda")
 def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels.gpu import aggregate as cuda_aggregate
-    from sj_tac.kernels.gpu import launch as cupy_launch
+    from sj_tac.kernels.gpu import aggregate as cuda_aggregate, launch as cupy_launch
 
     refuse_dtype("aggregate", x, ON_CUDA)
     check_aggregate(x, weights, group, go)

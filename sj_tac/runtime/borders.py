@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
+from sj_tac.errors import InputError
 from sj_tac.host import dispatch
 from sj_tac.kernels.weights import group_lengths
 
@@ -43,11 +44,54 @@ class Span(NamedTuple):
 PLAIN = Span()
 
 
-@dataclass
-class Borders:
-    """What the converted modules of one net share. Nothing in it belongs to a call.
+class Call(NamedTuple):
+    """T and N of one call of the net, where its arguments say so."""
+
+    steps: int | None
+    batch: int | None
+
+    def frames(self, x: Tensor) -> Tensor | None:
+        """Folded frames [T * N, ...] as [T, N, ...]; None where they are no frames of this call."""
+        total = x.shape[0]
+        steps, batch = self.steps, self.batch
+        if steps is None:
+            steps = total // batch if batch else 0
+        if batch is None:
+            batch = total // steps if steps else 0
+        return x.reshape(steps, batch, *x.shape[1:]) if steps * batch == total and total else None
+
+
+class Axes(NamedTuple):
+    """Where T and N stand among the arguments of the net's forward, as the sample showed.
 
     Attributes:
+        names: of forward's parameters, in order. ranks: dimensions of each argument, -1 of what is no tensor.
+        steps, batch: (argument, dimension), or None where no argument has it.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    steps: tuple[int, int] | None
+    batch: tuple[int, int] | None
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """T and N of a call. Raises InputError where an argument has other dimensions than in the sample."""
+        given = [*args, *(kwargs.get(name) for name in self.names[len(args) :])]
+        found = tuple(x.dim() if isinstance(x, Tensor) else -1 for x in given)[: len(self.ranks)]
+        if found != self.ranks:
+            raise InputError(
+                f"the net was converted for inputs of {list(self.ranks)} dimensions, got {list(found)}: it folds time "
+                "into the batch, and its forward may take another way for these; convert it with such an example_input"
+            )
+        return Call(*[None if at is None else int(given[at[0]].shape[at[1]]) for at in (self.steps, self.batch)])
+
+
+@dataclass
+class Borders:
+    """What the converted modules of one net share.
+
+    Attributes:
+        call: T and N of the net's call that is running, for frames that were folded before they became values; else None.
         fused: values may pass; False is the definition.
         watched: when the net was last called while autograd recorded, something stood between its modules that autograd's
             graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
@@ -55,6 +99,19 @@ class Borders:
 
     fused: bool = True
     watched: bool = False
+    call: Call | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"call": None}
+
+    def check(self, x: Tensor, name: str) -> None:
+        """Raise InputError where a neuron runs other steps than those that the net's arguments have."""
+        steps = None if self.call is None else self.call.steps
+        if steps is not None and x.shape[0] != steps:
+            raise InputError(
+                f"layer {name!r} runs {x.shape[0]} steps, but the net's input has {steps}: its forward unfolds time by "
+                "another T than the input's; set the model's own T to that of its input"
+            )
 
     @property
     def are_plain(self) -> bool:

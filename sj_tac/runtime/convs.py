@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import InputError
-from sj_tac.host import layer
+from sj_tac.host import dispatch, layer
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import decay_weights
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.groups import Groups, Sums, even, single
-from sj_tac.runtime.table import is_usable
 from sj_tac.runtime.values import Frames, Shared, Spikes, ordinary
 
 LOGITS = "tac_logits"
@@ -40,12 +39,24 @@ def check_frames(x: Tensor, inner: Any, name: str) -> None:
         )
 
 
+def _is_repeated(frames: Tensor) -> bool:
+    """True where frames [T, ...] are one frame T times over and nobody wants the gradient of each."""
+    if frames.shape[0] == 1 or (frames.requires_grad and torch.is_grad_enabled()) or dispatch.is_transformed():
+        return False
+    if frames.stride(0) == 0:
+        return True
+    # Event frames differ in the first two.
+    return torch.equal(frames[0], frames[1]) and torch.equal(frames[1:], frames[:1].expand_as(frames[1:]))
+
+
 class DriveModule(nn.Module):
     """The conv of a converted chain, or the container that begins with it. See the subclasses."""
 
     _tac: Drive
     # Dimensions of the frames, where the layer is a conv itself: most calls are checked by these.
     _rank = 0
+    # One of torch's own layers, which takes folded frames [T * N, ...].
+    _folds = False
     in_channels: int
 
     def inner(self) -> Any:
@@ -54,24 +65,52 @@ class DriveModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not host.is_multi_step(self):
-            result: Tensor = super().forward(x)
-            return result
+            return self._layer(x)
         drive, logits = self._tac, self._parameters.get(LOGITS)
         if drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
-        if not isinstance(x, Frames):
-            self._check(x)
-            wanted = drive.wants(single(x.shape[0]), (x.dtype, x.device), logits)
-            assert wanted is not None
-            drive.ran, summed = "frames", drive.aggregate(x, wanted)
-            steps = x.shape[0]
-        else:
+        if isinstance(x, Frames) and (x.folded is not None) is self._folds:
             wanted, summed = self._of_value(x, logits)
-            steps = x.steps
+            groups, steps = wanted.groups, x.steps
             self._check(summed)
-        y: Tensor = super().forward(summed)
+        else:
+            x = ordinary(x, drive.name)
+            frames = self._frames(x)
+            if frames is None:
+                drive.ran = "single frames"
+                return self._layer(x)
+            steps = frames.shape[0]
+            if drive.repeated and _is_repeated(frames):
+                drive.ran, summed, groups = "one frame", frames[:1], even(steps, steps)
+            else:
+                found = drive.wants(single(steps), (x.dtype, x.device), logits)
+                assert found is not None
+                drive.ran, summed, groups = "frames", drive.aggregate(frames, found), found.groups
+        y = self._run(summed)
         drive.seen = (steps, y.shape)
-        return drive.emit(y, wanted, x)
+        return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
+
+    def _layer(self, x: Tensor) -> Tensor:
+        """The source's own layer."""
+        result: Tensor = super().forward(x)
+        return result
+
+    def _run(self, frames: Tensor) -> Tensor:
+        """The source's own layer on compact frames [G, N, ...]."""
+        if not self._folds:
+            return self._layer(frames)
+        y = self._layer(frames.flatten(0, 1))
+        return y.reshape(*frames.shape[:2], *y.shape[1:])
+
+    def _frames(self, x: Tensor) -> Tensor | None:
+        """What came as frames [T, N, ...]; None where they were folded and nobody knows how."""
+        frames: Tensor | None = x
+        if self._folds:
+            call = self._tac.borders.call
+            frames = None if call is None or not x.dim() else call.frames(x)
+        if frames is not None:
+            self._check(frames)
+        return frames
 
     def _of_value(self, x: Frames, logits: Tensor | None) -> tuple[Sums, Tensor]:
         """The sums of a value, by the shortest way that it allows."""
@@ -84,7 +123,7 @@ class DriveModule(nn.Module):
                 return wanted, drive.aggregate(x.expression.mapped(), wanted)
         wanted = drive.wants(single(x.steps), x.kind, logits)
         assert wanted is not None
-        if isinstance(x, Spikes) and x.sums and is_usable(x):
+        if isinstance(x, Spikes) and x.sums and x.intact:
             found = x.sums.get(wanted)
             if found is not None:
                 drive.ran = "sums"
@@ -92,27 +131,39 @@ class DriveModule(nn.Module):
                 return wanted, found
         drive.ran = "frames of a value"
         found = x.frames(drive.name)
+        if x.folded is not None:
+            found = found.reshape(x.steps, x.folded, *found.shape[1:])
         if isinstance(x, Spikes) and x.sums and not wanted.sums_nothing:
             drive.tell(x)
         return wanted, drive.aggregate(found, wanted)
 
     def _on_frames(self, x: Tensor) -> Tensor:
         """The definition: frames in, each group's drive as often as it has frames out."""
-        drive, logits = self._tac, self._parameters.get(LOGITS)
-        self._check(x)
-        if not torch.compiler.is_compiling():
-            drive.ran = "plain"
+        drive, logits, compiling = self._tac, self._parameters.get(LOGITS), torch.compiler.is_compiling()
+        frames = self._frames(x)
+        if frames is None:
+            return self._layer(x)
+        # A compiled call cannot look whether frames are alike: it runs all of them.
+        if drive.repeated and (compiling or _is_repeated(frames)):
+            summed, lengths = (frames, (1,) * frames.shape[0]) if compiling else (frames[:1], (frames.shape[0],))
+        else:
+            summed, lengths = self._sums_of_frames(frames, logits)
+        y = self._run(summed)
+        if not compiling:
+            drive.ran, drive.seen = "plain", (frames.shape[0], y.shape)
+        repeated = reference.repeat(y, lengths)
+        return repeated.flatten(0, 1) if self._folds else repeated
+
+    def _sums_of_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
+        """The sums of ordinary frames by the trace's span, and how many frames each is for."""
+        drive = self._tac
         lengths = list(drive.span.lengths(x.shape[0]))
         # Behind a collapse all frames of a group are alike; their mean is what they are.
         compact = reference.mean_of_alike(x, lengths)
         steps = even(-(-x.shape[0] // drive.span.merged), drive.span.stretch)
-        groups = Groups(steps.steps, tuple(lengths), drive.span.merged)
-        wanted = drive.wants(groups, (x.dtype, x.device), logits)
+        wanted = drive.wants(Groups(steps.steps, tuple(lengths), drive.span.merged), (x.dtype, x.device), logits)
         assert wanted is not None
-        y: Tensor = super().forward(drive.aggregate(compact, wanted))
-        if not torch.compiler.is_compiling():
-            drive.seen = (x.shape[0], y.shape)
-        return reference.repeat(y, wanted.groups.frames)
+        return drive.aggregate(compact, wanted), wanted.groups.frames
 
     def _check(self, x: Tensor) -> None:
         """Raise InputError where ``x`` is not frames that this layer takes."""
@@ -204,6 +255,30 @@ class TACLinear(DriveModule, layer.Linear):
     """TAC, "collapse": one product for k frames, which are one behind the neuron. [T, N, ..., F] in and out."""
 
 
+class TACTPFoldedConv1d(DriveModule, nn.Conv1d):
+    """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, L] in and out."""
+
+    _rank, _folds = 4, True
+
+
+class TACTPFoldedConv2d(DriveModule, nn.Conv2d):
+    """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, H, W] in and out."""
+
+    _rank, _folds = 5, True
+
+
+class TACTPFoldedConv3d(DriveModule, nn.Conv3d):
+    """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, D, H, W]."""
+
+    _rank, _folds = 6, True
+
+
+class TACTPFoldedLinear(DriveModule, nn.Linear):
+    """TAC-TP, "preserve", of torch's own layer: one product for k frames. Folded frames [T * N, ..., F] in and out."""
+
+    _folds = True
+
+
 class _Container(DriveModule, layer.SeqToANNContainer):
     def inner(self) -> Any:
         return self[0]
@@ -228,6 +303,10 @@ DRIVE_SWAPS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
         layer.Conv2d: TACTPConv2d,
         layer.Conv3d: TACTPConv3d,
         layer.Linear: TACTPLinear,
+        nn.Conv1d: TACTPFoldedConv1d,
+        nn.Conv2d: TACTPFoldedConv2d,
+        nn.Conv3d: TACTPFoldedConv3d,
+        nn.Linear: TACTPFoldedLinear,
         layer.SeqToANNContainer: TACTPSeqToANNContainer,
     },
     "collapse": {

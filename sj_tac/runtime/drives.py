@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import PlanNotKeptWarning
-from sj_tac.kernels import aggregate as aggregation
-from sj_tac.kernels import reference
+from sj_tac.kernels import aggregate as aggregation, reference
 from sj_tac.kernels.weights import decay_weights, learned_weights
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.expressions import SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, sums
-from sj_tac.runtime.table import is_usable
 from sj_tac.runtime.values import Frames, Shared
 
 
@@ -30,6 +28,7 @@ class Drive:
     Attributes:
         node: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
         span: what the trace says of the frames in front of it.
+        repeated: the trace says that they are one frame T times over; a call looks whether they are.
         backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
             "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
     """
@@ -43,6 +42,7 @@ class Drive:
     normalize: bool = True
     spikes: str = "count"
     span: Span = PLAIN
+    repeated: bool = False
     backend: str = reference.NAME
     ran: str = ""
     seen: tuple[int, Sequence[int]] | None = None
@@ -142,7 +142,7 @@ class Drive:
 
     def takes(self, x: Frames) -> bool:
         """True where the compact form of a value will do: what the frames' own sums would be is known from it."""
-        if not isinstance(x, Shared) or not is_usable(x) or not x.is_bare or x.merges:
+        if not isinstance(x, Shared) or not x.intact or not x.is_bare or x.merges:
             return False
         groups = x.expression.groups
         if x.means is not None:
@@ -154,13 +154,12 @@ class Drive:
         whole = self.k % groups.steps[0] == 0 or groups.steps[0] % self.k == 0
         return self.normalize and self.weights != "learned" and whole
 
-    def emit(self, y: Tensor, wanted: Sums, x: Any) -> Shared:
-        """The value of drives ``y``, one for each group of ``wanted``, of what came as ``x``."""
-        groups = wanted.groups
+    def emit(self, y: Tensor, groups: Groups, x: Any, folded: int | None = None) -> Shared:
+        """The value of drives ``y``, one for each of ``groups``, of what came as ``x``; ``folded``: N, where it folds."""
         means = x.means if isinstance(x, Shared) else None
         if self.mode == "collapse" and self.spikes == "count":
             means = groups if groups.steps[0] > 1 else None
-        value = Shared.of(SharedExpression(y, groups), means)
+        value = Shared.of(SharedExpression(y, groups), means, folded)
         value.maker = self
         if self.merges and groups.steps[0] > 1:
             value.merges, value.normalize, value.means = True, self.normalize, None

@@ -14,9 +14,9 @@ from sj_tac.kernels import reference
 from sj_tac.kernels.weighted_norm import weighted_batch_norm
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.runtime.borders import PLAIN, Borders, Span
+from sj_tac.runtime.entries import is_usable
 from sj_tac.runtime.expressions import Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups
-from sj_tac.runtime.table import is_usable
 from sj_tac.runtime.values import Shared, Spikes, ordinary
 
 
@@ -71,32 +71,42 @@ class NormModule(_LearningNorm):
     """A BatchNorm that notes its affine map on drives; in training its statistics weigh a drive by the steps it is for."""
 
     _is_plain_norm = True
+    # torch's own norm, which takes folded frames [T * N, ...].
+    _folds = False
 
     def forward(self, x: Tensor) -> Tensor:
-        usable = isinstance(x, Shared) and is_usable(x) and x.is_bare and host.is_multi_step(self)
+        usable = isinstance(x, Shared) and x.intact and x.is_bare and host.is_multi_step(self)
         if not usable or host.uses_batch_statistics(self):
             return super().forward(ordinary(x, self._tac.name))
         assert isinstance(x, Shared)
+        if (x.folded is not None) is not self._folds:
+            return super().forward(ordinary(x, self._tac.name))
         expression = x.expression
         x.note_use()
         if not self.training and expression.affine is None:
             mapped = SharedExpression(expression.compact, expression.groups, host.affine(self, self._tac._affine))
-            made = Shared.of(mapped, x.means)
+            made = Shared.of(mapped, x.means, x.folded)
             held = made.__dict__
             held["maker"], held["merges"], held["normalize"] = x.maker, x.merges, x.normalize
             return made
-        return x.like(self._of_compact(expression.mapped(), expression.groups.frames))
+        return x.like(self._of_compact(expression.mapped(), expression.groups.frames), x.folded)
 
     def _of_compact(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Compact frames, each of which stands for ``lengths`` frames."""
         if not self.training or lengths[-1] == lengths[0]:
-            return super().forward(x)
+            return self._run(x)
         plain = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
         # torch's own BatchNorm knows what to do without samples.
         if self._is_plain_norm and plain and x.numel():
             self._note_learning()
             return weighted_batch_norm(self, x, lengths)
-        return reference.first(super().forward(reference.repeat(x, lengths)), lengths)
+        return reference.first(self._run(reference.repeat(x, lengths)), lengths)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """The source's own norm on [any, N, C, ...]."""
+        if not self._folds:
+            return super().forward(x)
+        return super().forward(x.flatten(0, 1)).reshape(x.shape)
 
 
 class TACBatchNorm1d(NormModule, layer.BatchNorm1d):
@@ -117,16 +127,22 @@ class TACThresholdDependentBatchNorm2d(NormModule, layer.ThresholdDependentBatch
     _is_plain_norm = False  # its host scales what torch's BatchNorm gives
 
 
-class InnerBatchNorm1d(_LearningNorm, nn.BatchNorm1d):
-    """torch's BatchNorm1d in a container of a converted net."""
+class InnerBatchNorm1d(NormModule, nn.BatchNorm1d):
+    """torch's BatchNorm1d of a converted net, in a container or on folded frames."""
+
+    _folds = True
 
 
-class InnerBatchNorm2d(_LearningNorm, nn.BatchNorm2d):
-    """torch's BatchNorm2d in a container of a converted net."""
+class InnerBatchNorm2d(NormModule, nn.BatchNorm2d):
+    """torch's BatchNorm2d of a converted net, in a container or on folded frames."""
+
+    _folds = True
 
 
-class InnerBatchNorm3d(_LearningNorm, nn.BatchNorm3d):
-    """torch's BatchNorm3d in a container of a converted net."""
+class InnerBatchNorm3d(NormModule, nn.BatchNorm3d):
+    """torch's BatchNorm3d of a converted net, in a container or on folded frames."""
+
+    _folds = True
 
 
 def pending(frames: Tensor, means: Groups) -> Spikes:
@@ -173,6 +189,28 @@ class TACMaxPool2d(_PoolModule, layer.MaxPool2d):
 
 class TACAvgPool2d(_PoolModule, layer.AvgPool2d):
     """AvgPool2d of a converted net."""
+
+
+class _FoldedPoolModule(nn.Module):
+    """torch's own pool on folded frames [T * N, ...]: it hands on what a unit has pooled already."""
+
+    _tac: Pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = x.pooled if isinstance(x, Spikes) and x.folded is not None and x.intact else None
+        if isinstance(x, Spikes) and pooled is not None and pooled[0] == host.pool_window(self):
+            x.note_use()
+            return pooled[1].flatten(0, 1)
+        result: Tensor = super().forward(x)
+        return result
+
+
+class FoldedMaxPool2d(_FoldedPoolModule, nn.MaxPool2d):
+    """torch's MaxPool2d of a converted net, on folded frames."""
+
+
+class FoldedAvgPool2d(_FoldedPoolModule, nn.AvgPool2d):
+    """torch's AvgPool2d of a converted net, on folded frames."""
 
 
 class _DropoutModule(nn.Module):
@@ -222,6 +260,8 @@ LAYER_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: InnerBatchNorm3d,
     layer.MaxPool2d: TACMaxPool2d,
     layer.AvgPool2d: TACAvgPool2d,
+    nn.MaxPool2d: FoldedMaxPool2d,
+    nn.AvgPool2d: FoldedAvgPool2d,
     layer.Dropout: TACDropout,
     layer.Dropout2d: TACDropout2d,
 }

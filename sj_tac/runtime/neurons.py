@@ -33,6 +33,7 @@ class Unit:
     Attributes:
         span: what the trace says of the frames in front of it; merge: how many steps it takes as one, in a binary collapse.
         pool: the pool behind it that ``fire`` does, or None; pools_later: the mean is taken at a pool further on.
+        folded: its drives were folded, so that T is looked at.
         reader: the conv that sums are prepared for, or None.
         ran: the kernel of the last call, or why it ran as the host's own steps.
         gave: "sums", "means", "frames" or "plain"; made: who had frames made, how often.
@@ -45,6 +46,7 @@ class Unit:
     normalize: bool = True
     pool: Any = None
     pools_later: bool = False
+    folded: bool = False
     backend: str = "auto"
     ran: str = ""
     gave: str = ""
@@ -99,6 +101,8 @@ class UnitModule(neuron.BaseNode):
 
     def multi_step_forward(self, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
         unit = self._tac
+        if unit.folded:
+            unit.borders.check(x_seq, unit.name)
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
         problem = host.neuron_problem(self) or ("it is called with more than its drive" if args or kwargs else "")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sj_tac.runtime.borders import Borders, is_watched
+from sj_tac.runtime.borders import Axes, Borders, is_watched
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.runtime.table import as_plain
 from sj_tac.runtime.values import Shared, ordinary
@@ -23,18 +23,21 @@ class Enter:
 
     Args:
         readers: for the name of a neuron, that of the conv which its sums are prepared for.
+        axes: where T and N stand among the arguments, for a net that folds time into the batch; else None.
     """
 
     of_sj_tac = True
 
-    def __init__(self, borders: Borders, readers: Mapping[str, str]) -> None:
-        self.borders, self.readers = borders, dict(readers)
+    def __init__(self, borders: Borders, readers: Mapping[str, str], axes: Axes | None = None) -> None:
+        self.borders, self.readers, self.axes = borders, dict(readers), axes
         self.linked: weakref.ref[nn.Module] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"linked": None}
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.axes is not None:
+            self.borders.call = self.axes.of(args, kwargs)
         if self.linked is None or self.linked() is not module:
             link(module, self.readers)
             self.linked = weakref.ref(module)
@@ -47,10 +50,11 @@ class Leave:
 
     of_sj_tac = True
 
-    def __init__(self, emits_groups: bool) -> None:
-        self.emits_groups = emits_groups
+    def __init__(self, borders: Borders, emits_groups: bool) -> None:
+        self.borders, self.emits_groups = borders, emits_groups
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.borders.call = None
         if self.emits_groups and isinstance(output, Shared):
             return compact_frames(output)
         return as_plain(output)

@@ -6,12 +6,14 @@ their names. Every class is static and importable, which is what pickling needs.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from sj_tac import host
 from sj_tac.runtime.convs import DRIVE_SWAPS, LOGITS, DriveModule
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import LAYER_SWAPS, Norm, Pool
@@ -19,6 +21,9 @@ from sj_tac.runtime.neurons import UNIT_SWAPS, Unit
 
 SWAPS = UNIT_SWAPS | LAYER_SWAPS
 _SOURCES = {new: old for swaps in (SWAPS, *DRIVE_SWAPS.values()) for old, new in swaps.items()}
+
+# Where a class made of one of ours and one of the user's names the latter.
+_USERS = "_tac_users_class"
 
 Role = Drive | Unit | Norm | Pool
 
@@ -29,15 +34,46 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
-def source_class(module: nn.Module) -> type[nn.Module]:
-    """The class of the module in the source net."""
+def users_class(module: nn.Module) -> type[nn.Module]:
+    """The class of the module in the source net, be it a subclass of the user's."""
     kind = own_class(module)
-    return _SOURCES.get(kind, kind)
+    users: type[nn.Module] = kind.__dict__.get(_USERS) or _SOURCES.get(kind, kind)
+    return users
+
+
+def source_class(module: nn.Module) -> type[nn.Module]:
+    """The known class that the module behaved as in the source net."""
+    if is_swapped(module):
+        return host.known_class(users_class(module))
+    return users_class(module) if parametrize.is_parametrized(module) else host.kind(module)
 
 
 def is_swapped(module: nn.Module) -> bool:
     """True for the modules of a converted chain."""
-    return own_class(module) in _SOURCES
+    kind = own_class(module)
+    return kind in _SOURCES or _USERS in kind.__dict__
+
+
+def _swapped_class(static: type[nn.Module], users: type[nn.Module]) -> type[nn.Module]:
+    """What a module of a class of the user's becomes: ``static``, or a class that is both."""
+    return static if _SOURCES[static] is users else _both(static, users)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _both(static: Any, users: Any) -> type[nn.Module]:
+    """``static`` and the user's subclass of the same host class, in one: still an instance of the user's class."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _empty, (static, users), self.__dict__
+
+    names = {_USERS: users, "__module__": static.__module__, "__doc__": static.__doc__, "__reduce_ex__": __reduce_ex__}
+    return type(f"{static.__name__}Of{users.__name__}", (static, users), names)
+
+
+def _empty(static: type[nn.Module], users: type[nn.Module]) -> Any:
+    """An instance without attributes, for unpickling to fill."""
+    kind: Any = _both(static, users)  # type: ignore[arg-type]
+    return kind.__new__(kind)
 
 
 def absorb(module: nn.Module, role: Role) -> None:
@@ -46,7 +82,7 @@ def absorb(module: nn.Module, role: Role) -> None:
     old = module.__dict__.get("_tac")
     if isinstance(role, Norm) and isinstance(old, Norm):
         role.frozen, role.moved = old.frozen, old.moved
-    _become(module, swaps[source_class(module)])
+    _become(module, _swapped_class(swaps[source_class(module)], users_class(module)))
     module._tac = role  # type: ignore[assignment]
     if isinstance(role, Drive):
         _fit_logits(module)
@@ -54,7 +90,7 @@ def absorb(module: nn.Module, role: Role) -> None:
 
 def release(module: nn.Module) -> None:
     """Undo ``absorb``."""
-    _become(module, source_class(module))
+    _become(module, users_class(module))
     module.__dict__.pop("_tac", None)
     module._parameters.pop(LOGITS, None)
 

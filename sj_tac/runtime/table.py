@@ -6,66 +6,19 @@ folded, written and watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sj_tac.runtime.expressions import Expression, Made, SharedExpression, both, over
+from sj_tac.runtime.entries import entering, inner, is_number, per_frame, viewed, with_sums
+from sj_tac.runtime.expressions import SharedExpression, both, over
+from sj_tac.runtime.shapes import SHAPES
 from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, ordinary
 
-Function = Callable[[Any], Any]
-
-
-def handles(*functions: Any) -> Callable[[Any], Any]:
-    """Enter a handler for torch functions; it is called with (function, args, kwargs), and may be NotImplemented."""
-
-    def enter(handler: Any) -> Any:
-        for function in functions:
-            TABLE[function] = handler
-        return handler
-
-    return enter
-
-
-def is_usable(x: Any) -> bool:
-    """True for an intact value [T, N, ...]."""
-    return isinstance(x, Frames) and x.folded is None and x.intact
-
-
-def per_frame(x: Any, function: Function, linear: bool) -> Any:
-    """``function`` of every frame, on the compact form; ``linear``: weighted sums of frames may stand for them.
-
-    ``function`` takes [any, N, ...], or [any * N, ...] where ``x`` is folded.
-    """
-    if isinstance(x, Shared):
-        if not x.is_bare:
-            return NotImplemented
-        compact = x.expression.mapped()
-        if x.folded is None:
-            return x.like(function(compact))
-        return x.like(function(compact.flatten(0, 1)).unflatten(0, (compact.shape[0], x.folded)), x.folded)
-    if not linear or not isinstance(x, Spikes) or not x.sums:
-        return NotImplemented
-
-    def unfolded(frames: Any) -> Any:
-        if x.folded is None:
-            return function(frames)
-        return function(frames.flatten(0, 1)).unflatten(0, (frames.shape[0], frames.shape[1]))
-
-    sums = {wanted: unfolded(s) for wanted, s in x.sums.items()}
-    first = next(iter(sums.values()))
-    return _spikes(over(x.expression, unfolded), x, first, sums, x.folded)
-
-
-def _spikes(expression: Expression, x: Frames, like: Tensor, sums: Any, folded: int | None = None) -> Spikes:
-    """A value of T frames with these sums; ``like``: one of them."""
-    shape = (x.steps, *like.shape[1:]) if folded is None else (x.steps * like.shape[1], *like.shape[2:])
-    made = Spikes.of(expression, shape, like, sums=sums, folded=None if folded is None else (x.steps, folded))
-    made.maker = x.maker
-    return made
+TABLE.update(SHAPES)
+handles = entering(TABLE)
 
 
 @handles(Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
@@ -88,15 +41,16 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     a, b = args
     in_place = function in _IN_PLACE
-    if isinstance(a, Frames) and _is_number(b) and function not in _IN_PLACE and a.intact:
+    if isinstance(a, Frames) and is_number(b) and function not in _IN_PLACE and a.intact:
         return per_frame(a, lambda t: function(t, b), False)
     # An ordinary tensor is not noted: anybody may write into it before the sum is used.
     if (
         function is Tensor.__rsub__
-        or not (is_usable(a) and is_usable(b))
+        or not (isinstance(a, Frames) and isinstance(b, Frames) and a.intact and b.intact)
         or (a is b and in_place)
-        or a.dims != b.dims
+        or (a.dims, a.folded) != (b.dims, b.folded)
         or a.kind != b.kind
+        or (in_place and a.folded is not None)
     ):
         return NotImplemented
     plain = torch.sub if function in _MINUS else torch.add
@@ -104,7 +58,7 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
         sums = {wanted: plain(s, b.sums[wanted]) for wanted, s in a.sums.items() if wanted in b.sums}
         if in_place or not sums:
             return NotImplemented
-        return _spikes(both(a.expression, b.expression, plain), a, next(iter(sums.values())), sums)
+        return with_sums(both(a.expression, b.expression, plain), a, next(iter(sums.values())), sums, a.folded)
     if in_place and (not isinstance(a, Shared) or a._made is not None):
         return NotImplemented
     found = _sum_of_shared(a, b, plain)
@@ -113,9 +67,9 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
     a.note_use()
     b.note_use()
     expression, means = found
-    if in_place:
+    if in_place and isinstance(a, Shared):
         return _add_in_place(a, b, function, (expression, means))
-    made = Shared.of(expression, means)
+    made = Shared.of(expression, means, a.folded)
     made.maker = a.maker
     return made
 
@@ -165,134 +119,45 @@ def _add_in_place(a: Shared, b: Any, function: Any, becoming: tuple[SharedExpres
 @handles(torch.cat, torch.concat, torch.concatenate)
 def _cat(function: Any, args: Any, kwargs: Any) -> Any:
     """Values side by side in any dimension but time and batch."""
-    values, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if type(values) not in (tuple, list) or not values or type(dim) is not int or set(kwargs) - {"dim"}:
+    values, dim = args[0], kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    if type(values) not in (tuple, list) or not values or type(dim) is not int or set(kwargs) - {"dim", "axis"}:
         return NotImplemented
-    if not all(is_usable(x) for x in values):
+    if not all(isinstance(x, Frames) and x.intact for x in values):
         return NotImplemented
     first = values[0]
     dim = dim % len(first.dims)
-    if dim < 2 or any(x.kind != first.kind or x.steps != first.steps for x in values):
+    same = (first.kind, first.steps, first.folded, len(first.dims))
+    if dim < inner(first) or any((x.kind, x.steps, x.folded, len(x.dims)) != same for x in values):
         return NotImplemented
+    behind = dim if first.folded is None else dim + 1  # in compact forms, which are never folded
     if all(isinstance(x, Shared) and x.is_bare and not x.merges for x in values):
         groups, means = first.expression.groups, first.means
         if any(x.expression.groups != groups or x.means != means for x in values):
             return NotImplemented
-        return first.like(torch.cat([x.expression.mapped() for x in values], dim))
+        return first.like(torch.cat([x.expression.mapped() for x in values], behind), first.folded)
     if not all(isinstance(x, Spikes) for x in values):
         return NotImplemented
-    sums = {w: torch.cat([x.sums[w] for x in values], dim) for w in first.sums if all(w in x.sums for x in values)}
+    sums = {w: torch.cat([x.sums[w] for x in values], behind) for w in first.sums if all(w in x.sums for x in values)}
     if not sums:
         return NotImplemented
     expression = values[0].expression
     for x in values[1:]:
-        expression = both(expression, x.expression, lambda a, b: torch.cat([a, b], dim))
-    return _spikes(expression, first, next(iter(sums.values())), sums)
-
-
-# ---- shapes ------------------------------------------------------------------------------------------------------------
-def _refolded(x: Frames, folded: int | None, view: Function) -> Frames:
-    """The same value with T and N as one dimension, or as two again; ``view`` makes its frames of those of ``x``."""
-    if isinstance(x, Shared):
-        made = Shared.of(x.expression, x.means, folded)
-        made.merges, made.normalize = x.merges, x.normalize
-        made.maker = x.maker
-        return made.view_of(x, view)
-    assert isinstance(x, Spikes)
-    rest = x.dims[2:] if x.folded is None else x.dims[1:]
-    batch = x.dims[1] if x.folded is None else x.folded
-    new = (x.steps, batch, *rest) if folded is None else (x.steps * batch, *rest)
-    like = next(iter(x.sums.values())) if x.sums else _like(x)
-    spikes = Spikes.of(x.expression, new, like, sums=x.sums, folded=None if folded is None else (x.steps, batch))
-    spikes.maker, spikes.means = x.maker, x.means
-    return spikes.view_of(x, view)
-
-
-def _like(x: Frames) -> Tensor:
-    """Some tensor of the value's dtype and device."""
-    expression = x.expression
-    return expression.frames if isinstance(expression, Made) else expression.inputs[0]
-
-
-@handles(torch.flatten, Tensor.flatten)
-def _flatten(function: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    start = kwargs.get("start_dim", args[1] if len(args) > 1 else 0)
-    end = kwargs.get("end_dim", args[2] if len(args) > 2 else -1)
-    if not isinstance(x, Frames) or not x.intact or type(start) is not int or type(end) is not int:
-        return NotImplemented
-    if start == 0 and end == 1 and x.folded is None:
-        return _refolded(x, x.dims[1], lambda t: t.flatten(0, 1))
-    if start >= (2 if x.folded is None else 1):
-        return _view(x, lambda t: t.flatten(start, end))
-    return NotImplemented
-
-
-def _view(x: Any, function: Function) -> Any:
-    """``function`` of every frame, whose frames are views of those of ``x``."""
-    found = per_frame(x, function, True)
-    return found.view_of(x, function) if isinstance(found, Frames) else found
-
-
-def _unfold(x: Any, sizes: Any, view: Function) -> Any:
-    """[T * N, ...] as [T, N, ...], where ``sizes`` begin with T and N."""
-    t, n = sizes[0], sizes[1]
-    if (t, n) == (-1, -1) or t not in (x.steps, -1) or n not in (x.folded, -1) or x.steps * x.folded == 0:
-        return NotImplemented
-    return _refolded(x, None, view)
-
-
-@handles(Tensor.unflatten, torch.unflatten)
-def _unflatten(function: Any, args: Any, kwargs: Any) -> Any:
-    x = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    sizes = args[2] if len(args) > 2 else kwargs.get("sizes")
-    if not isinstance(x, Frames) or x.folded is None or not x.intact or dim != 0 or len(sizes or ()) != 2:
-        return NotImplemented
-    return _unfold(x, sizes, lambda t: function(t, dim, sizes))
-
-
-@handles(Tensor.reshape, Tensor.view, torch.reshape)
-def _reshape(function: Any, args: Any, kwargs: Any) -> Any:
-    x, *shape = args
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
-        shape = list(shape[0])
-    if kwargs or not isinstance(x, Frames) or not x.intact or not all(type(s) is int for s in shape):
-        return NotImplemented
-    have = x.dims
-    if x.folded is not None and len(shape) == len(have) + 1 and tuple(shape[2:]) == have[1:]:
-        return _unfold(x, shape, lambda t: function(t, shape))
-    folds = len(shape) == len(have) - 1 and tuple(shape[1:]) == have[2:] and shape[0] in (-1, have[0] * have[1])
-    if x.folded is not None or not folds or not have[0] * have[1]:
-        return NotImplemented
-    return _refolded(x, have[1], lambda t: function(t, shape))
-
-
-@handles(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze)
-def _squeeze(function: Any, args: Any, kwargs: Any) -> Any:
-    """A dimension of one more or less, behind the batch's."""
-    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not isinstance(x, Frames) or not x.intact or type(dim) is not int:
-        return NotImplemented
-    return _view(x, lambda t: function(t, dim)) if dim >= (2 if x.folded is None else 1) else NotImplemented
-
-
-@handles(Tensor.contiguous)
-def _contiguous(function: Any, args: Any, kwargs: Any) -> Any:
-    return args[0] if args[0].intact and not kwargs and len(args) == 1 else NotImplemented
+        expression = both(expression, x.expression, lambda a, b: torch.cat([a, b], behind))
+    return with_sums(expression, first, next(iter(sums.values())), sums, first.folded)
 
 
 # ---- frame by frame ----------------------------------------------------------------------------------------------------
-def _is_number(x: Any) -> bool:
-    return type(x) in (int, float)
-
-
 @handles(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div)
 def _scale(function: Any, args: Any, kwargs: Any) -> Any:
-    """A value times or divided by one number."""
-    if kwargs or len(args) != 2 or not isinstance(args[0], Frames) or not _is_number(args[1]) or not args[0].intact:
+    """A value times or divided by one number, which may stand in front in a product."""
+    if kwargs or len(args) != 2:
         return NotImplemented
-    return per_frame(args[0], lambda t: function(t, args[1]), True)
+    x, number = args
+    if is_number(x) and function is torch.mul:
+        x, number = number, x
+    if not isinstance(x, Frames) or not is_number(number) or not x.intact:
+        return NotImplemented
+    return per_frame(x, lambda t: function(t, number), True)
 
 
 @handles(Tensor.neg, Tensor.__neg__, torch.neg, Tensor.clone, torch.clone, Tensor.__pos__, torch.positive)
@@ -305,7 +170,7 @@ def _copy(function: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.detach, torch.detach)
 def _detach(function: Any, args: Any, kwargs: Any) -> Any:
-    return _view(args[0], torch.detach) if args[0].intact else NotImplemented
+    return viewed(args[0], torch.detach) if args[0].intact else NotImplemented
 
 
 @handles(Tensor.detach_, torch.detach_)
@@ -320,10 +185,11 @@ def _reduce(function: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dims = (dims,) if type(dims) is int else dims
-    if not is_usable(x) or type(dims) not in (tuple, list) or not dims or kwargs.get("out") is not None:
+    usable = isinstance(x, Frames) and x.intact
+    if not usable or type(dims) not in (tuple, list) or not dims or kwargs.get("out") is not None:
         return NotImplemented
-    rank = len(x.dims)
-    if not all(type(d) is int and d % rank >= 2 for d in dims):
+    rank, kept = len(x.dims), inner(x)
+    if not all(type(d) is int and d % rank >= kept for d in dims):
         return NotImplemented
     return per_frame(x, lambda t: function(t, *args[1:], **kwargs), True)
 
@@ -341,7 +207,7 @@ def _dropout(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
-@handles(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+@handles(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.interpolate)
 def _average(function: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not isinstance(x, Frames) or x.folded is None or not x.intact:

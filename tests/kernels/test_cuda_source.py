@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from spikingjelly.activation_based import layer
 from support import node
 
-from sj_tac.kernels import fire as kernels
-from sj_tac.kernels import fire_op
+from sj_tac.kernels import fire as kernels, fire_op
 from sj_tac.kernels.gpu import aggregate as cuda_aggregate
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)

@@ -34,7 +34,10 @@ def steps_of(kind):
 
 
 class Slow(neuron.LIFNode):
-    """A subclass may have other dynamics."""
+    """A subclass with other dynamics."""
+
+    def multi_step_forward(self, x_seq):
+        return super().multi_step_forward(x_seq * 0.5)
 
 
 def parametrized():
@@ -69,6 +72,18 @@ def by_weight(front, x):
     return front[1](F.conv2d(x.flatten(0, 1), front[0].weight, padding=1).unflatten(0, (-1, 2)))
 
 
+def folded(front, x):
+    return front[2](front[1](front[0](x.flatten(0, 1))).reshape(x.shape[0], x.shape[1], 3, 8, 8))
+
+
+def folded_at_the_neuron(front, x):
+    return front[2](front[1](front[0](x.flatten(0, 1)))).reshape(x.shape[0], x.shape[1], 3, 8, 8)
+
+
+def folding():
+    return nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), node("lif")
+
+
 CASES = {
     Reason.POLICY_KEEP: Around(conv(), norm(), node("lif")),
     Reason.INSIDE_LEAF: Around(layer.SeqToANNContainer(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU()), node("lif")),
@@ -91,12 +106,23 @@ CASES = {
         forward=lambda front, x: front[3](front(x)),
     ),
     Reason.K_NOT_WHOLE: Around(conv(), norm(), node("lif"), layer.Dropout(0.1, step_mode="m")),
+    Reason.FOLD_UNSEEN: Around(*folding(), forward=folded),
+    Reason.FOLD_AMBIGUOUS: Around(*folding(), forward=folded),
+    Reason.NEURON_FOLDED: Around(*folding(), forward=folded_at_the_neuron),
+    Reason.COLLAPSE_FOLDED: Around(*folding(), forward=folded),
 }  # fmt: skip
 POLICIES = {
     Reason.POLICY_KEEP: {"rules": [{"match": "front.*", "mode": "keep"}]},
     Reason.COLLAPSE_BRANCHED: {"rules": [{"match": "front.*", "mode": "collapse", "spikes": "binary"}]},
     Reason.COLLAPSE_POOL: {"rules": [{"match": "front.*", "mode": "collapse"}]},
+    Reason.COLLAPSE_FOLDED: {"rules": [{"match": "front.*", "mode": "collapse"}]},
 }
+# T and N of the sample, where one is needed.
+SAMPLES = {Reason.FOLD_AMBIGUOUS: (4, 1), Reason.NEURON_FOLDED: (4, 2), Reason.COLLAPSE_FOLDED: (4, 2)}
+
+
+def sample_for(reason):
+    return torch.rand(*SAMPLES[reason], 2, 8, 8) if reason in SAMPLES else None
 
 
 @pytest.mark.parametrize("reason", list(Reason))
@@ -108,7 +134,7 @@ def test_every_reason_is_earned(reason):
         layer_name = "good.0"
     if reason is Reason.INSIDE_LEAF:
         layer_name = "front.0.0"
-    report = sj_tac.plan(net, policy)
+    report = sj_tac.plan(net, policy, example_input=sample_for(reason))
     verdict = report[layer_name]
     assert verdict.reason == reason.value
     assert verdict.status == ("kept" if reason is Reason.POLICY_KEEP else "refused")
@@ -119,16 +145,14 @@ def test_every_reason_is_earned(reason):
     assert f"`{reason.value}`" in DOCS.read_text(), f"{reason.value} is not in docs/reasons.md"
 
 
-@pytest.mark.parametrize(
-    "reason", [r for r in Reason if r not in (Reason.POLICY_KEEP, Reason.COLLAPSE_BRANCHED, Reason.COLLAPSE_POOL)]
-)
+@pytest.mark.parametrize("reason", [r for r in Reason if r is not Reason.POLICY_KEEP and not r.name.startswith("COLLAPSE")])
 def test_what_is_refused_is_left_exactly_alone(reason):
     net = CASES[reason].eval()
     if reason is Reason.K_NOT_WHOLE:
         policy = {"rules": [{"match": "front.*", "mode": "collapse", "k": 2}, {"match": "good.*", "k": 3}]}
         fast, alone = sj_tac.convert(net, policy), "good"
     else:
-        fast, alone = sj_tac.convert(net), "front"
+        fast, alone = sj_tac.convert(net, example_input=sample_for(reason)), "front"
     before, after = net.get_submodule(alone), fast.get_submodule(alone)
     assert [type(m) for m in after.modules()] == [type(m) for m in before.modules()]
 

@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, example, given, seed, settings, strategies as st
 from program_net import EDITS, STATEMENTS, Block, Call, Do, Edit, Program
 from programs import Skip, check, check_apart
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sj_tac.runtime.entries import is_usable
 from sj_tac.runtime.expressions import Computed, Made, SharedExpression
 from sj_tac.runtime.groups import Groups, even, sums
-from sj_tac.runtime.table import is_usable
 from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes
 
 T, N, C = 5, 2, 4
@@ -100,6 +100,40 @@ OPERATIONS = {
     "batch_norm, training": (lambda x, y: F.batch_norm(x, None, None, training=True), True),
     "linear": (lambda x, y: F.linear(x, WEIGHT[0, 0].new_ones(2, 6)), True),
     "linear, unfolded": (lambda x, y: F.linear(x, WEIGHT[0, 0].new_ones(2, 6)), False),
+    "transpose": (lambda x, y: x.transpose(-1, -2), False),
+    "torch.transpose": (lambda x, y: torch.transpose(x, 2, 4), False),
+    "swapaxes": (lambda x, y: x.swapaxes(2, 3), False),
+    "transpose of time": (lambda x, y: x.transpose(0, 1), False),
+    "permute": (lambda x, y: x.permute(0, 1, 4, 2, 3), False),
+    "torch.permute": (lambda x, y: torch.permute(x, (0, 1, 3, 2, 4)), False),
+    "permute of time": (lambda x, y: x.permute(1, 0, 2, 3, 4), False),
+    "channels": (lambda x, y: x[:, :, 1:3], False),
+    "every other channel": (lambda x, y: x[:, :, ::2], False),
+    "one channel": (lambda x, y: x[:, :, 1], False),
+    "last column": (lambda x, y: x[..., -1], False),
+    "one sample": (lambda x, y: x[:, 1], False),
+    "chunk": (lambda x, y: x.chunk(2, 2)[1], False),
+    "torch.chunk": (lambda x, y: torch.chunk(x, 4, dim=-1)[2], False),
+    "split": (lambda x, y: torch.split(x, 3, 2)[0], False),
+    "split of time": (lambda x, y: x.split(2)[1], False),
+    "reshape behind": (lambda x, y: x.reshape(T, N, 2, C // 2, -1), False),
+    "fold and more": (lambda x, y: x.reshape(T * N, C, -1), False),
+    "no fold": (lambda x, y: x.reshape(N, T, *SHAPE[1:]), False),
+    "torch.mul, number first": (lambda x, y: torch.mul(2.0, x), False),
+    "cat by axis": (lambda x, y: torch.cat([x, y], axis=-3), False),
+    "folded transpose": (lambda x, y: x.flatten(2).transpose(1, 2), True),
+    "folded permute": (lambda x, y: x.permute(0, 2, 3, 1), True),
+    "folded sum": (lambda x, y: x + y.flatten(0, 1), True),
+    "folded difference": (lambda x, y: x - y.flatten(0, 1), True),
+    "folded cat": (lambda x, y: torch.cat([x, y.flatten(0, 1)], 1), True),
+    "folded channels": (lambda x, y: x[:, 1:3], True),
+    "folded chunk": (lambda x, y: x.chunk(2, 1)[0], True),
+    "folded mean": (lambda x, y: x.mean((2, 3)), True),
+    "folded sum of channels": (lambda x, y: x.sum(-3), True),
+    "folded flatten": (lambda x, y: x.flatten(1), True),
+    "unfold and more": (lambda x, y: x.reshape(T, N, C // 2, -1), True),
+    "unfold with -1": (lambda x, y: x.view(T, -1, *SHAPE[1:]), True),
+    "interpolate": (lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"), True),
     "unknown": (lambda x, y: torch.relu(x), False),
     "slice": (lambda x, y: x[1:-1:2], False),
 }

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.checks import emitted_shape
-from sj_tac.kernels.cpu import backward as tile_backward
-from sj_tac.kernels.cpu import forward as tile_forward
-from sj_tac.kernels.cpu import planes as plane_kernels
-from sj_tac.kernels.cpu import surrogate
+from sj_tac.kernels.cpu import backward as tile_backward, forward as tile_forward, planes as plane_kernels, surrogate
 from sj_tac.kernels.cpu.arguments import (
     Arriving,
     Gradients,

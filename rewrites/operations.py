@@ -1,0 +1,272 @@
+"""What an operation does to time: the one place that knows which modules and functions treat frames alike.
+
+Its counterpart in a call is sj_tac/runtime/table.py: what carries frames here must be handled there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from rewrites.layouts import Layout, Sample
+from sj_tac import host
+
+_SUMS = {operator.add, operator.iadd, operator.sub, operator.isub, torch.add, torch.sub, "add", "add_", "sub", "sub_"}
+_CATS = {torch.cat, torch.concat, torch.concatenate}
+_SCALINGS = {operator.mul, operator.imul, operator.truediv, operator.itruediv, torch.mul, torch.div, "mul", "mul_", "div"}
+_PRODUCTS = {operator.mul, torch.mul}
+_COPIES = {"contiguous", "clone", "detach", operator.pos, operator.neg, torch.neg, torch.clone, torch.detach, "neg"}
+_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_"}
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+_FLATTENS = {torch.flatten, "flatten"}
+_RESHAPES = {
+    torch.reshape,
+    "reshape",
+    "view",
+    *_FLATTENS,
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    torch.squeeze,
+    torch.unsqueeze,
+}
+_PERMUTES = {"permute", torch.permute}
+_TRANSPOSES = {"transpose", torch.transpose, "swapaxes", torch.swapaxes}
+_MEANS = {torch.mean, "mean", torch.sum, "sum"}
+_PARTS = {torch.chunk, "chunk", torch.split, "split"}
+# Pools and resizing of each frame's map: linear on folded frames, where they see one frame at a time.
+_RESIZES = {F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
+_INTERPOLATES = {F.interpolate}
+_QUERIES = {"shape", "ndim", "dtype", "device", "is_cuda"}
+_ASKING = {"size", "dim", "numel", "is_contiguous", "stride"}
+
+
+class Kind(StrEnum):
+    """What an operation may be handed instead of the frames of the input."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+    SITE = "site"  # a conv or Linear, or a container that begins with one: affine, frame by frame
+    NORM = "norm"  # an affine map in eval mode
+    NEURON = "neuron"
+    MAX_POOL = "max pool"
+    SUM = "sum"  # of values, or their concatenation: a weighted sum of frames may pass where it passes all of them
+    LINEAR = "linear"  # weighted sums of frames may pass
+    AFFINE = "affine"  # weighted sums may pass where the weights sum to 1
+    WRITTEN = "written"  # in place by a number: affine, but frames are made to write into
+    RESHAPE = "reshape"  # linear, but it may have T written into it; it may fold time, or unfold it
+    ALIKE = "alike"  # every frame is treated alike, but not linearly
+    FIXED = "fixed"  # whatever it does, it needs the frames of the input
+
+
+# Through these a drive that is shared by several frames may reach a neuron and still be that neuron's own, weighted drive.
+CARRIES_DRIVES = {Kind.SITE, Kind.NORM, Kind.SUM, Kind.LINEAR, Kind.AFFINE, Kind.WRITTEN, Kind.RESHAPE}
+# Frames that stand for several steps may pass through these.
+CARRIES_SPANS = CARRIES_DRIVES - {Kind.RESHAPE, Kind.WRITTEN} | {Kind.MAX_POOL, Kind.ALIKE}
+# Weighted sums of frames may pass through these, whatever the weights sum to.
+CARRIES_SUMS = {Kind.SUM, Kind.LINEAR, Kind.RESHAPE}
+# What makes equal frames of equal frames.
+CARRIES_EQUALS = CARRIES_DRIVES | {Kind.MAX_POOL}
+
+
+def asks(node: fx.Node) -> bool:
+    """True for a question about a value that no frames are needed for."""
+    return (node.op == "call_method" and node.target in _ASKING) or (
+        node.target is getattr and len(node.args) > 1 and node.args[1] in _QUERIES
+    )
+
+
+def kind_of(node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample | None) -> Kind:
+    """What one operation of a graph is.
+
+    Args:
+        module: what is called, None for a function. inputs: how many values that carry frames go in.
+        sample: T and N of the sample that gave the nodes their shapes, or None.
+    """
+    if node.op == "placeholder":
+        return Kind.INPUT
+    if node.op == "output":
+        return Kind.OUTPUT
+    if any(n.op == "get_attr" for n in node.all_input_nodes):
+        # A parameter may have T in it.
+        return Kind.FIXED
+    if module is None:
+        return _function_kind(node, inputs, sample)
+    if inputs != 1:
+        return Kind.FIXED
+    before, after = _layouts(node, sample)
+    if Layout.FOLDED in (before, after):
+        return folded_kind(module) if before is after else Kind.FIXED
+    return module_kind(module)
+
+
+def _layouts(node: fx.Node, sample: Sample | None) -> tuple[Layout, Layout]:
+    """Of what goes in first, and of what comes out."""
+    if sample is None or not node.all_input_nodes:
+        return Layout.OTHER, Layout.OTHER
+    return sample.layout(node.all_input_nodes[0].meta.get("shape")), sample.layout(node.meta.get("shape"))
+
+
+def module_kind(module: nn.Module) -> Kind:
+    """What a module does to frames [T, N, ...], by its class and step mode."""
+    kind = host.kind(module)
+    if not host.is_multi_step(module) or parametrize.is_parametrized(module):
+        return Kind.FIXED
+    if kind in host.NEURONS:
+        return Kind.NEURON
+    if kind in (*host.CONVS, *host.LINEARS) or site_layer(module) is not None:
+        return Kind.SITE
+    if kind in host.NORMS:
+        return Kind.FIXED if host.uses_batch_statistics(module) else Kind.NORM
+    if kind in host.LINEAR_IN_TIME:
+        return Kind.LINEAR
+    if kind in host.AFFINE:
+        return Kind.AFFINE
+    if kind in host.MAX_POOLS:
+        return Kind.FIXED if getattr(module, "return_indices", False) else Kind.MAX_POOL
+    return Kind.ALIKE if kind in host.PER_FRAME else Kind.FIXED
+
+
+def folded_kind(module: nn.Module) -> Kind:
+    """What one of torch's own modules does to folded frames [T * N, ...]: it treats all that is in a batch alike."""
+    kind = host.kind(module)
+    if parametrize.is_parametrized(module):
+        return Kind.FIXED
+    if kind in (*host.FOLDED_CONVS, *host.FOLDED_LINEARS):
+        return Kind.SITE
+    if kind in host.PLAIN_NORMS:
+        return Kind.FIXED if host.uses_batch_statistics(module) else Kind.NORM
+    if kind in host.FOLDED_LINEAR:
+        return Kind.LINEAR
+    if kind in host.FOLDED_MAX_POOLS:
+        return Kind.FIXED if getattr(module, "return_indices", False) else Kind.MAX_POOL
+    return Kind.ALIKE if kind in host.PER_FRAME else Kind.FIXED
+
+
+def site_layer(container: nn.Module) -> nn.Module | None:
+    """The conv or Linear of a container that runs it, a norm and pools frame by frame; None for any other module."""
+    if host.kind(container) not in host.CONTAINERS:
+        return None
+    first, *behind = [*container.children()] or [container]
+    if host.kind(first) not in (*host.INNER_CONVS, *host.INNER_LINEARS):
+        return None
+    allowed = (*host.NORMS, *host.PLAIN_NORMS, *host.INNER_AVG_POOLS, nn.MaxPool2d, nn.Identity)
+    plain = all(host.kind(m) in allowed and not parametrize.is_parametrized(m) for m in behind)
+    norms = [m for m in behind if host.is_norm(m)]
+    if not plain or any(host.uses_batch_statistics(m) for m in norms) or (norms and behind[0] is not norms[0]):
+        return None
+    return None if len(norms) > 1 or parametrize.is_parametrized(first) else first
+
+
+def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:
+    target, others = node.target, [a for a in _flat(node.args[1:]) if not isinstance(a, fx.Node)]
+    if target in _SUMS and (inputs == 2 or len(node.all_input_nodes) == 2):
+        return Kind.SUM if inputs == 2 and not others and not node.kwargs else Kind.FIXED
+    if target in _SUMS and inputs == 1 and all(isinstance(a, (int, float)) for a in others):
+        return Kind.FIXED if node.kwargs else Kind.WRITTEN if target in _IN_PLACE else Kind.AFFINE
+    if target in _CATS:
+        dim = node.kwargs.get("dim", node.kwargs.get("axis", node.args[1] if len(node.args) > 1 else 0))
+        return Kind.SUM if _are_inner([dim], node, sample) else Kind.FIXED
+    if inputs != 1:
+        return Kind.FIXED
+    if target in _SCALINGS:
+        return _scaling_kind(node, others)
+    if target in _COPIES:
+        return Kind.LINEAR
+    if target in _DROPOUTS:
+        return Kind.ALIKE
+    return _shape_kind(node, others, sample)
+
+
+def _scaling_kind(node: fx.Node, others: list[Any]) -> Kind:
+    """By one number: beside the value, or in front of it in a product. ``x * x`` has one input, too."""
+    first = node.args[0] if node.args else None
+    if node.kwargs or len(node.args) != 2:
+        return Kind.FIXED
+    if isinstance(first, (int, float)):
+        return Kind.LINEAR if node.target in _PRODUCTS else Kind.FIXED
+    if len(others) != 1 or not isinstance(others[0], (int, float)) or not isinstance(first, fx.Node):
+        return Kind.FIXED
+    return Kind.WRITTEN if node.target in _IN_PLACE else Kind.LINEAR
+
+
+def _shape_kind(node: fx.Node, others: list[Any], sample: Sample | None) -> Kind:
+    """Of a function of one value: does it leave T and N alone?"""
+    target = node.target
+    before, after = _layouts(node, sample)
+    if Layout.FOLDED in (before, after) and target in _RESHAPES:
+        # Time is folded, unfolded or stays folded: elements keep their order, so the first dimensions tell.
+        return Kind.FIXED if Layout.OTHER in (before, after) else Kind.RESHAPE
+    folded = before is Layout.FOLDED
+    if target in _FLATTENS:
+        start = node.kwargs.get("start_dim", others[0] if others else 0)
+        return Kind.LINEAR if isinstance(start, int) and start >= 1 else Kind.FIXED
+    if target in _MEANS:
+        dims = _flat([node.kwargs.get("dim", others or None)])
+        dims = [d for d in dims if not isinstance(d, bool)]  # keepdim
+        return Kind.LINEAR if dims and _are_inner(dims, node, sample) else Kind.FIXED
+    if target is operator.getitem:
+        return _index_kind(node, 1 if folded else 2)
+    if target in _PARTS:
+        dim = node.kwargs.get("dim", others[1] if len(others) > 1 else 0)
+        return Kind.LINEAR if _are_inner([dim], node, sample) else Kind.FIXED
+    if folded and after is Layout.FOLDED and target in _RESIZES | _INTERPOLATES:
+        return Kind.LINEAR
+    return _kept_kind(node, others, folded)
+
+
+def _kept_kind(node: fx.Node, others: list[Any], folded: bool) -> Kind:
+    """Of what moves dimensions: those of time and batch must stay where they are."""
+    target, kept = node.target, 1 if folded else 2
+    shapes: list[Any] = [n.meta.get("shape") for n in (node.all_input_nodes[0], node)]
+    if any(shape is None or len(shape) < 2 for shape in shapes) or shapes[0][:kept] != shapes[1][:kept]:
+        return Kind.FIXED
+    if target in _RESHAPES:
+        return Kind.RESHAPE
+    dims = [d % len(shapes[0]) for d in _flat([*others, *node.kwargs.values()]) if isinstance(d, int)]
+    if target in _PERMUTES:
+        return Kind.RESHAPE if dims[:kept] == [*range(kept)] else Kind.FIXED
+    if target in _TRANSPOSES:
+        return Kind.RESHAPE if dims and all(d >= kept for d in dims) else Kind.FIXED
+    return Kind.FIXED
+
+
+def _are_inner(dims: list[Any], node: fx.Node, sample: Sample | None) -> bool:
+    """True where dimensions, given as they may be, are neither time nor batch."""
+    if not all(type(d) is int for d in dims):
+        return False
+    shape = node.all_input_nodes[0].meta.get("shape")
+    kept = 1 if _layouts(node, sample)[0] is Layout.FOLDED else 2
+    if shape is None:
+        # Frames have three dimensions at least, so that the last one is none of the first two.
+        return all(d >= 2 or d == -1 for d in dims)
+    return all(d % len(shape) >= kept for d in dims)
+
+
+def _index_kind(node: fx.Node, kept: int) -> Kind:
+    """Of ``x[index]``: a part of what was split, or of the dimensions behind the first ``kept``."""
+    x, index = node.all_input_nodes[0], node.args[1]
+    if x.target in _PARTS:
+        return Kind.LINEAR if type(index) is int else Kind.FIXED
+    items, rank = list(index) if isinstance(index, tuple) else [index], len(x.meta.get("shape") or ())
+    if not all(item is Ellipsis or isinstance(item, slice) or type(item) is int for item in items):
+        return Kind.FIXED
+    if items[0] is Ellipsis:
+        return Kind.LINEAR if len(items) - 1 <= rank - kept and Ellipsis not in items[1:] else Kind.FIXED
+    first = [item for item in items[:kept] if item is not Ellipsis]
+    whole = len(first) == kept and all(item == slice(None) for item in first)
+    return Kind.LINEAR if whole and Ellipsis not in items[kept + 1 :] else Kind.FIXED
+
+
+def _flat(items: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for item in items:
+        flat += _flat(item) if isinstance(item, (tuple, list)) else [item]
+    return flat

@@ -1,0 +1,82 @@
+"""What the handlers of operations on values share (table.py, shapes.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from sj_tac.runtime.expressions import Expression, over
+from sj_tac.runtime.values import Frames, Shared, Spikes
+
+Function = Callable[[Any], Any]
+Handlers = dict[Any, Callable[..., Any]]
+
+
+def entering(handlers: Handlers) -> Callable[..., Callable[[Any], Any]]:
+    """A decorator that enters a handler for torch functions; it is called with (function, args, kwargs), and may be
+    NotImplemented."""
+
+    def handles(*functions: Any) -> Callable[[Any], Any]:
+        def enter(handler: Any) -> Any:
+            for function in functions:
+                handlers[function] = handler
+            return handler
+
+        return enter
+
+    return handles
+
+
+def is_usable(x: Any) -> bool:
+    """True for an intact value [T, N, ...]."""
+    return isinstance(x, Frames) and x.folded is None and x.intact
+
+
+def is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def inner(x: Frames) -> int:
+    """The first dimension that is neither time nor batch."""
+    return 2 if x.folded is None else 1
+
+
+def per_frame(x: Any, function: Function, linear: bool) -> Any:
+    """``function`` of every frame, on the compact form; ``linear``: weighted sums of frames may stand for them.
+
+    ``function`` takes [any, N, ...], or [any * N, ...] where ``x`` is folded.
+    """
+    if isinstance(x, Shared):
+        if not x.is_bare:
+            return NotImplemented
+        compact = x.expression.mapped()
+        if x.folded is None:
+            return x.like(function(compact))
+        return x.like(function(compact.flatten(0, 1)).unflatten(0, (compact.shape[0], x.folded)), x.folded)
+    if not linear or not isinstance(x, Spikes) or not x.sums:
+        return NotImplemented
+
+    def unfolded(frames: Any) -> Any:
+        if x.folded is None:
+            return function(frames)
+        return function(frames.flatten(0, 1)).unflatten(0, (frames.shape[0], frames.shape[1]))
+
+    sums = {wanted: unfolded(s) for wanted, s in x.sums.items()}
+    first = next(iter(sums.values()))
+    return with_sums(over(x.expression, unfolded), x, first, sums, x.folded)
+
+
+def with_sums(expression: Expression, x: Frames, like: Tensor, sums: Any, folded: int | None = None) -> Spikes:
+    """A value of T frames with these sums; ``like``: one of them."""
+    shape = (x.steps, *like.shape[1:]) if folded is None else (x.steps * like.shape[1], *like.shape[2:])
+    made = Spikes.of(expression, shape, like, sums=sums, folded=None if folded is None else (x.steps, folded))
+    made.maker = x.maker
+    return made
+
+
+def viewed(x: Any, function: Function) -> Any:
+    """``function`` of every frame, whose frames are views of those of ``x``."""
+    found = per_frame(x, function, True)
+    return found.view_of(x, function) if isinstance(found, Frames) else found
