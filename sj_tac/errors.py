@@ -34,6 +34,10 @@ class BackendError(SjTacError, RuntimeError):
     """The kernel backend that was asked for by name cannot run here."""
 
 
+class HostError(SjTacError, NotImplementedError):
+    """The installed SpikingJelly cannot run what was written for another version of it."""
+
+
 class BatchError(SjTacError, ValueError):
     """A batch of frames (or its labels) cannot be used; the message names the batch, its shape and what would fit."""
 

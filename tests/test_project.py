@@ -64,7 +64,7 @@ def test_any_module_can_be_imported_first_and_none_starts_cuda(first):
 # Rooms of the house from the ground floor up: a file or folder of sj_tac, and rewrites. Each imports what is below it.
 FLOORS = [
     {"errors", "host"},
-    {"support", "kernels"},
+    {"support", "kernels", "compat"},
     {"verdicts", "policy", "functional"},
     {"runtime"},
     {"rewrites"},
@@ -108,7 +108,8 @@ SCHEMAS = {"fire_now", "fire_backward"}
 def test_functions_take_few_parameters():
     found = {}
     for path in SOURCES:
-        if path.parts[-2:] == ("cli", "app.py"):
+        # The constructors of an older SpikingJelly are what they were.
+        if path.parts[-2:] == ("cli", "app.py") or path.parts[-2] == "clock_driven":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.Lambda)):
