@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from rewrites.graph import Graph, Node
+from rewrites.layouts import Layout
 from rewrites.operations import CARRIES_DRIVES, Kind, site_layer
 from sj_tac import host
 from sj_tac.verdicts import Reason, Refusal
@@ -31,6 +32,7 @@ class Chain:
         direct: nothing but the neuron reads the drive, and nothing is added to it.
         max_pool: a MaxPool between conv and neuron, where the shared drive is only an approximation.
         folded: its conv is torch's own, on frames [T * N, ...]. repeated: its frames are one frame T times over.
+        readout: its drive is also read by a mean or sum over time, where a group's weights are not all alike.
     """
 
     conv: str
@@ -42,6 +44,7 @@ class Chain:
     max_pool: str | None = None
     folded: bool = False
     repeated: bool = False
+    readout: bool = False
 
     @property
     def neuron(self) -> str:
@@ -49,14 +52,20 @@ class Chain:
 
 
 def find_chains(
-    model: nn.Module, graph: Graph, closed: Mapping[str, str], linears: bool = False
+    model: nn.Module,
+    graph: Graph,
+    closed: Mapping[str, str],
+    linears: bool = False,
+    broken: Mapping[str, Refusal] | None = None,
 ) -> dict[str, Chain | Refusal]:
     """A chain or the reason for none, for every conv among ``model.named_modules()``, in their order.
 
     Args:
         closed: modules that tracing could not look into, and why; linears: look at Linear layers too.
+        broken: registered modules that cannot be relied on, and why.
     """
     finder = _Finder(model, graph, closed)
+    finder.broken = broken or {}
     wanted = [n for n, m in model.named_modules() if host.is_conv(m) or (linears and isinstance(m, nn.Linear))]
     return {name: finder.look(name) for name in wanted}
 
@@ -67,14 +76,17 @@ _OF_SUMS = (Reason.NO_NEURON, Reason.NOT_LINEAR, Reason.FAN_OUT)
 
 @dataclass(frozen=True)
 class _Reach:
-    """What a value leads to: neurons by the index of their node, a MaxPool on the way, or what is in the way."""
+    """What a value leads to: neurons by index, a MaxPool or a mean over time on the way, or what is in the way."""
 
     neurons: tuple[int, ...] = ()
     max_pool: str | None = None
+    readout: bool = False
     problem: Refusal | None = None
 
 
 class _Finder:
+    broken: Mapping[str, Refusal]
+
     def __init__(self, model: nn.Module, graph: Graph, closed: Mapping[str, str]) -> None:
         self.graph, self.closed = graph, closed
         self.modules = dict(model.named_modules())
@@ -112,6 +124,8 @@ class _Finder:
             return Refusal(Reason.CALLED_TWICE, f"one forward calls it {self.calls[site]} times")
         if parametrize.is_parametrized(conv):
             return Refusal(Reason.PARAMETRIZED)
+        if self.is_once_already(self.graph.of(site)):
+            return Refusal(Reason.ONCE_ALREADY)
         # What a container holds was looked at where it was found to be a site.
         problem = self.reject_class(conv, self.graph.of(site)) if self.modules[site] is conv else None
         if problem is not None:
@@ -121,6 +135,20 @@ class _Finder:
         if self.graph.of(site).kind is not Kind.SITE:
             return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         return None
+
+    def is_once_already(self, node: Node) -> bool:
+        """True for what is computed on single images, which are repeated T times further on."""
+        sample, ahead, seen = self.graph.sample, [node], {node.index}
+        if sample is None or sample.steps == 1 or node.shape is None or node.shape[0] != sample.batch:
+            return False
+        while ahead:
+            for reader in self.graph.readers(ahead.pop()):
+                if reader.repeated:
+                    return True
+                if reader.layout is Layout.OTHER and reader.index not in seen and reader.kind is not Kind.NEURON:
+                    seen.add(reader.index)
+                    ahead.append(reader)
+        return False
 
     def reject_class(self, conv: nn.Module, node: Node) -> Refusal | None:
         """What is wrong with the conv's class, on the frames that it is handed."""
@@ -167,16 +195,9 @@ class _Finder:
         max_pool = reach.max_pool or self.inner_max_pool(site)
         repeated = all(n.repeated for n in self.graph.inputs(site))
         return Chain(
-            name,
-            str(site.module),
-            norm,
-            tuple(between),
-            neurons,
-            direct and not site.folded,
-            max_pool,
-            site.folded,
-            repeated,
-        )
+            name, str(site.module), norm, tuple(between), neurons, direct and not site.folded, max_pool, site.folded,
+            repeated, reach.readout,
+        )  # fmt: skip
 
     def inner_max_pool(self, site: Node) -> str | None:
         """The MaxPool of a container."""
@@ -194,6 +215,8 @@ class _Finder:
             module = self.modules[str(reader.module)]
             if not host.is_multi_step(module):
                 return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} is in step_mode 's'")
+            if host.is_registered_affine(module):
+                continue
             known = host.PLAIN_NORMS if site.folded else host.NORMS
             if parametrize.is_parametrized(module) or host.kind(module) not in known:
                 return Refusal(Reason.UNSUPPORTED_NORM, f"its norm is {reader.label}")
@@ -227,10 +250,13 @@ class _Finder:
         if problems:
             return _Reach(problem=problems[0])
         neurons = tuple(sorted({i for r in found for i in r.neurons}))
-        return _Reach(neurons, next((r.max_pool for r in found if r.max_pool), None))
+        pool = next((r.max_pool for r in found if r.max_pool), None)
+        return _Reach(neurons, pool, any(r.readout for r in found))
 
     def through(self, node: Node, reader: Node) -> _Reach:
         """What one reader makes of the drive."""
+        if reader.module in self.broken:
+            return _Reach(problem=self.broken[str(reader.module)])
         if reader.kind is Kind.NEURON:
             return _Reach((reader.index,)) if reader.once else _Reach(problem=self.twice(reader))
         if reader.kind in CARRIES_DRIVES:
@@ -241,6 +267,8 @@ class _Finder:
             if reader.module and host.kind(self.modules[reader.module]) in host.CONTAINERS and self.inner_max_pool(reader):
                 return replace(reach, max_pool=self.inner_max_pool(reader))
             return reach
+        if reader.kind is Kind.READOUT:
+            return _Reach(readout=True)
         if reader.kind is Kind.MAX_POOL:
             return replace(self.known[reader.index], max_pool=str(reader.module))
         return _Reach(problem=self.obstacle(reader))

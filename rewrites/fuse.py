@@ -108,7 +108,9 @@ class _Fuse:
         """A converted chain whose neuron stays as it is. Raises BackendError where a compiled kernel was named."""
         if neuron in self.units:
             return
-        self.unfused[name] = "its MaxPool does not follow the neuron directly"
+        registered = host.is_registered_neuron(self.modules[neuron])
+        own = "its neuron is a registered one, whose own forward runs its steps"
+        self.unfused[name] = own if registered else "its MaxPool does not follow the neuron directly"
         if self.backend in backends.COMPILED:
             raise BackendError(
                 f"backend={self.backend!r}: layer {name!r} cannot run as one operator: {self.unfused[name]}; use "

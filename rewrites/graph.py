@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 
+from rewrites.buffers import follow_writes
 from rewrites.layouts import Layout, Sample, Shape, repeats, sample_of
-from rewrites.operations import CARRIES_EQUALS, Kind, asks, kind_of, module_kind
+from rewrites.operations import CARRIES_EQUALS, Kind, asks, kind_of, module_kind, read_by
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Graph:
 
 
 def read(model: nn.Module, graph: fx.Graph) -> Graph:
-    """The graph of a traced model. Changes nothing."""
+    """The graph of a traced model. Changes nothing in the model."""
+    follow_writes(graph)
     names = {module: name for name, module in model.named_modules()}
     data = _data_nodes(graph)
     sample = sample_of(model, data)
@@ -77,8 +80,8 @@ def read(model: nn.Module, graph: fx.Graph) -> Graph:
     nodes: list[Node] = []
     for node, i in index.items():
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        inputs = tuple(index[n] for n in node.all_input_nodes if n in index)
-        readers = tuple(index[n] for n in node.users if n in index)
+        inputs = tuple(index[n] for n in read_by(node) if n in index)
+        readers = tuple(index[n] for n in node.users if n in index and node in read_by(n))
         name = names[module] if module is not None else None
         kind, shape = kind_of(node, module, len(inputs), sample), node.meta.get("shape")
         carried = kind in CARRIES_EQUALS and bool(inputs) and all(nodes[j].repeated for j in inputs)
@@ -119,7 +122,7 @@ def _data_nodes(graph: fx.Graph) -> list[fx.Node]:
             continue
         if node.op == "placeholder" and not node.users:
             continue
-        if node.op in ("placeholder", "output") or any(n in kept for n in node.all_input_nodes):
+        if node.op in ("placeholder", "output") or any(n in kept for n in read_by(node)):
             kept[node] = None
     return list(kept)
 
@@ -131,4 +134,10 @@ def _label(node: fx.Node, module: nn.Module | None, name: str | None) -> str:
         return f"the model's input {node.name!r}"
     if node.op == "output":
         return "the model's output"
-    return f"{getattr(node.target, '__name__', node.target)}()"
+    around = [*(node.meta.get("nn_module_stack") or {}).values()]
+    where = f" in {around[-1][0]!r} ({_class_name(around[-1][1])})" if around else ""
+    return f"{getattr(node.target, '__name__', node.target)}(){where}"
+
+
+def _class_name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
+from rewrites.buffers import is_whole, written
 from rewrites.layouts import Layout, Sample
 from sj_tac import host
 
@@ -30,6 +31,8 @@ _RESHAPES = {
     torch.reshape,
     "reshape",
     "view",
+    "view_as",
+    "reshape_as",
     *_FLATTENS,
     "unflatten",
     "squeeze",
@@ -45,7 +48,10 @@ _PARTS = {torch.chunk, "chunk", torch.split, "split"}
 _RESIZES = {F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
 _INTERPOLATES = {F.interpolate}
 _QUERIES = {"shape", "ndim", "dtype", "device", "is_cuda"}
-_ASKING = {"size", "dim", "numel", "is_contiguous", "stride"}
+_ASKING = {"size", "dim", "numel", "is_contiguous", "stride", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+_LIKE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like}
+# Of these the second argument gives a shape or a type, and no frames.
+_AS = {"view_as", "reshape_as", "expand_as", "type_as", torch.Tensor.view_as, torch.Tensor.reshape_as}
 
 
 class Kind(StrEnum):
@@ -63,6 +69,7 @@ class Kind(StrEnum):
     WRITTEN = "written"  # in place by a number: affine, but frames are made to write into
     RESHAPE = "reshape"  # linear, but it may have T written into it; it may fold time, or unfold it
     ALIKE = "alike"  # every frame is treated alike, but not linearly
+    READOUT = "readout"  # the mean or sum over time: behind it there are no frames
     FIXED = "fixed"  # whatever it does, it needs the frames of the input
 
 
@@ -78,9 +85,14 @@ CARRIES_EQUALS = CARRIES_DRIVES | {Kind.MAX_POOL}
 
 def asks(node: fx.Node) -> bool:
     """True for a question about a value that no frames are needed for."""
-    return (node.op == "call_method" and node.target in _ASKING) or (
-        node.target is getattr and len(node.args) > 1 and node.args[1] in _QUERIES
-    )
+    if node.op == "call_method":
+        return node.target in _ASKING
+    return node.target in _LIKE or (node.target is getattr and len(node.args) > 1 and node.args[1] in _QUERIES)
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """The values that an operation reads, rather than asks for their shape or type."""
+    return [a for a in node.args[:1] if isinstance(a, fx.Node)] if node.target in _AS else node.all_input_nodes
 
 
 def kind_of(node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample | None) -> Kind:
@@ -94,6 +106,8 @@ def kind_of(node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample
         return Kind.INPUT
     if node.op == "output":
         return Kind.OUTPUT
+    if node.target is written or node.target == "copy_":
+        return _written_kind(node, inputs)
     if any(n.op == "get_attr" for n in node.all_input_nodes):
         # A parameter may have T in it.
         return Kind.FIXED
@@ -105,6 +119,18 @@ def kind_of(node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample
     if Layout.FOLDED in (before, after):
         return folded_kind(module) if before is after else Kind.FIXED
     return module_kind(module)
+
+
+def _written_kind(node: fx.Node, inputs: int) -> Kind:
+    """Of a tensor that a value was written into: all of it, which copies the value, or a part."""
+    index, value = (..., node.args[1]) if node.target == "copy_" else node.args[1:]
+    whole = inputs == 1 and isinstance(value, fx.Node) and is_whole(index)
+    same = (
+        isinstance(value, fx.Node)
+        and value.meta.get("shape") is not None
+        and value.meta.get("shape") == node.meta.get("shape")
+    )
+    return Kind.WRITTEN if whole and same else Kind.FIXED
 
 
 def _layouts(node: fx.Node, sample: Sample | None) -> tuple[Layout, Layout]:
@@ -119,8 +145,10 @@ def module_kind(module: nn.Module) -> Kind:
     kind = host.kind(module)
     if not host.is_multi_step(module) or parametrize.is_parametrized(module):
         return Kind.FIXED
-    if kind in host.NEURONS:
+    if kind in host.NEURONS or host.is_registered_neuron(module):
         return Kind.NEURON
+    if host.is_registered_affine(module):
+        return Kind.AFFINE
     if kind in (*host.CONVS, *host.LINEARS) or site_layer(module) is not None:
         return Kind.SITE
     if kind in host.NORMS:
@@ -139,6 +167,8 @@ def folded_kind(module: nn.Module) -> Kind:
     kind = host.kind(module)
     if parametrize.is_parametrized(module):
         return Kind.FIXED
+    if host.is_registered_affine(module):
+        return Kind.AFFINE
     if kind in (*host.FOLDED_CONVS, *host.FOLDED_LINEARS):
         return Kind.SITE
     if kind in host.PLAIN_NORMS:
@@ -211,6 +241,8 @@ def _shape_kind(node: fx.Node, others: list[Any], sample: Sample | None) -> Kind
     if target in _MEANS:
         dims = _flat([node.kwargs.get("dim", others or None)])
         dims = [d for d in dims if not isinstance(d, bool)]  # keepdim
+        if before is Layout.TIME and 0 in dims and 1 not in dims and len(others) <= 1:
+            return Kind.READOUT
         return Kind.LINEAR if dims and _are_inner(dims, node, sample) else Kind.FIXED
     if target is operator.getitem:
         return _index_kind(node, 1 if folded else 2)

@@ -15,7 +15,8 @@ from rewrites.chains import Chain, find_chains
 from rewrites.fuse import Fusion, fuse
 from rewrites.graph import Graph, read
 from rewrites.layouts import Sample
-from rewrites.rates import Layout, lay_out
+from rewrites.promises import broken_promises
+from rewrites.rates import DrivePlace, Layout, lay_out
 from rewrites.trace import as_arguments, trace
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
@@ -69,7 +70,8 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
     checked = as_policy(policy, k)
     traced = trace(model, example_input)
     graph = read(model, traced.graph)
-    chains = find_chains(model, graph, traced.closed, "linear" in checked.layers)
+    broken = broken_promises(model, None if example_input is None else as_arguments(example_input))
+    chains = find_chains(model, graph, traced.closed, "linear" in checked.layers, broken)
     resolved = checked.resolve(list(chains))
     if "conv" not in checked.layers:
         convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
@@ -162,11 +164,15 @@ class _Reporter:
             slower = f"in training it runs on reference: {slower}"
         return f"{ran or fused.kernel}, fused", slower
 
-    def caveats(self, chain: Chain) -> list[str]:
-        """Where a shared drive is less than it could be."""
+    def caveats(self, chain: Chain, repeated: bool) -> list[str]:
+        """Where a shared drive is less than it could be, or more."""
         found = []
-        if chain.max_pool:
+        if repeated:
+            found.append("exact: one convolution for all T frames, which are alike")
+        elif chain.max_pool:
             found.append(f"approximate: {chain.max_pool!r} takes the largest of shared drives")
+        if chain.readout and not repeated:
+            found.append("its drive is also read as a mean over time, which weighs the frames of a group as the neuron does")
         if chain.conv in self.layout.early:
             found.append(self.layout.early[chain.conv])
         with torch.no_grad():
@@ -184,12 +190,14 @@ class _Reporter:
         before = seen[0] * seen[1] if seen else None
         if place is not None and isinstance(chain, Chain):
             kernel, slower = self.kernel(name, chain.neuron)
-            why = "; ".join([*self.caveats(chain), *([slower] if slower else [])])
+            why = "; ".join([*self.caveats(chain, place.repeated), *([slower] if slower else [])])
+            kept = self.plan.settings[name].mode == "keep"
             made = drive if isinstance(drive, Drive) else None
             unit = self.role(chain.neuron)
             return Verdict(
-                name, "converted", place.settings.mode, place.settings.k, kernel, None, why, "", before,
-                _groups(place.span, place.settings.k, seen[0]) * seen[1] if seen else None,
+                name, "kept" if kept else "converted", place.settings.mode, place.settings.k, kernel,
+                Reason.POLICY_KEEP.value if kept else None, why, "", before,
+                _groups(place, seen[0]) * seen[1] if seen else None, exact=place.repeated,
                 reads=self.reads(place.site, place.span), last_read=made.ran if made else "",
                 last_gave=unit.gave if isinstance(unit, Unit) else "",
                 frames_made={**(made.made if made else {}), **(unit.made if isinstance(unit, Unit) else {})},
@@ -211,7 +219,9 @@ class _Reporter:
         return "frames" if span.factor == 1 else "shared"
 
 
-def _groups(span: Span, k: int, steps: int) -> int:
+def _groups(place: DrivePlace, steps: int) -> int:
     """Convolutions that ``steps`` frames of the input cost."""
-    frames = len(span.lengths(steps))
-    return -(-frames // max(1, k // span.stretch))
+    if place.repeated:
+        return 1
+    frames = len(place.span.lengths(steps))
+    return -(-frames // max(1, place.settings.k // place.span.stretch))

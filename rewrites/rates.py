@@ -20,7 +20,7 @@ from rewrites.operations import CARRIES_SPANS, CARRIES_SUMS, Kind, site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
 from sj_tac.runtime.borders import PLAIN, Span
-from sj_tac.runtime.swaps import source_class
+from sj_tac.runtime.swaps import is_affine, source_class
 from sj_tac.verdicts import Reason, Refusal
 
 # What may stand between a neuron and the pool where the mean of its steps is taken.
@@ -71,6 +71,7 @@ class Layout:
             aggregated frames; pools: where the mean over a neuron's steps is taken; before: modules between such a neuron
             and its pool, and Dropouts in a region; ends: modules that need ordinary frames.
         refused: of a conv, why; stretched: what runs at the rate of a collapse without being converted.
+        affine: registered modules that drives may pass.
         early: of a conv, what ends its collapse before it reaches a neuron; emits_groups: the output keeps T / k frames.
     """
 
@@ -85,6 +86,7 @@ class Layout:
     stretched: dict[str, Span] = field(default_factory=dict)
     early: dict[str, str] = field(default_factory=dict)
     emits_groups: bool = False
+    affine: tuple[str, ...] = ()
 
     @property
     def folds(self) -> bool:
@@ -182,7 +184,7 @@ class _Walk:
                 return None
         return Layout(
             self.drives, self.units, self.norms, frozenset(self.aggregated), self.means, tuple(self.before),
-            tuple(self.ends), self.refused, self.stretched, self.early, self.emits_groups(),
+            tuple(self.ends), self.refused, self.stretched, self.early, self.emits_groups(), self.registered_affine(),
         )  # fmt: skip
 
     def end(self, node: Node, pending: frozenset[str], why: str) -> None:
@@ -229,6 +231,10 @@ class _Walk:
         module = self.modules[str(node.module)]
         return not isinstance(site_layer(module) or module, nn.Linear) and node.module not in self.chains
 
+    def registered_affine(self) -> tuple[str, ...]:
+        named = {str(node.module) for node in self.graph.nodes if node.kind is Kind.AFFINE and node.module is not None}
+        return tuple(sorted(n for n in named if host.is_registered_affine(self.modules[n]) or is_affine(self.modules[n])))
+
     def emits_groups(self) -> bool:
         outputs = [n for n in self.graph.nodes if n.kind is Kind.OUTPUT]
         opened = [d for d in self.drives.values() if d.settings.mode == "collapse"]
@@ -262,14 +268,24 @@ class _Walk:
                 self.aggregated.add(norm)
 
     def norms_of(self, chain: Chain) -> list[str]:
-        """The norms behind the conv of a chain, and those inside its container."""
-        readers = self.graph.readers(self.graph.of(chain.site))
-        behind = [n for n in chain.between if source_class(self.modules[n]) in (*host.NORMS, *host.PLAIN_NORMS)]
-        names = {chain.norm, *behind, *(r.module for r in readers if r.kind is Kind.NORM and r.once)} - {None}
-        site = self.modules[chain.site]
-        if source_class(site) in host.CONTAINERS:
-            names |= {f"{chain.site}.{n}" for n, m in site.named_children() if source_class(m) in host.PLAIN_NORMS}
-        return sorted(str(name) for name in names)
+        """The norms behind the conv of a chain, and those inside its container and inside registered modules."""
+        names: set[str] = set()
+        ahead = [self.graph.of(chain.site)]
+        while ahead:
+            for reader in self.graph.readers(ahead.pop()):
+                if reader.kind is Kind.NORM and reader.once:
+                    names.add(str(reader.module))
+                if reader.kind in (Kind.NORM, Kind.LINEAR, Kind.AFFINE, Kind.RESHAPE, Kind.WRITTEN):
+                    ahead.append(reader)
+                if reader.kind is Kind.AFFINE and reader.module in self.registered_affine():
+                    names |= self.inner_norms(str(reader.module))
+        if source_class(self.modules[chain.site]) in host.CONTAINERS:
+            names |= self.inner_norms(chain.site)
+        return sorted(names)
+
+    def inner_norms(self, name: str) -> set[str]:
+        inside = self.modules[name].named_modules()
+        return {f"{name}.{n}" for n, m in inside if n and source_class(m) in host.PLAIN_NORMS}
 
     def fire(self, node: Node, span: Span) -> None:
         """A neuron: of converted chains, stretched, or neither."""
@@ -278,6 +294,11 @@ class _Walk:
         driving = [c for c in self.chains.values() if name in c.neurons and c.conv in self.drives]
         self.pending[node.index] = frozenset()
         if span == PLAIN and not driving:
+            return
+        if host.is_registered_neuron(self.modules[name]):
+            self.end(node, frozenset(), "")
+            for conv in opened:
+                self.impossible[conv] = Refusal(Reason.COLLAPSE_REGISTERED, f"its neuron is {node.label}")
             return
         merged = [c for c in driving if c.conv in opened and self.settings[c.conv].spikes == "binary"]
         path: list[str] = []

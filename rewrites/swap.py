@@ -10,7 +10,7 @@ from sj_tac import host
 from sj_tac.kernels import reference
 from sj_tac.runtime.borders import PLAIN, Borders
 from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.layers import Norm, Pool
+from sj_tac.runtime.layers import Affine, Norm, Pool
 from sj_tac.runtime.neurons import Unit
 from sj_tac.runtime.root import Enter, Leave, Ordinary, link
 from sj_tac.runtime.swaps import Role, absorb, is_swapped, release
@@ -74,6 +74,7 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
         roles.append((modules[name], unit))
     for name, layer in layout.norms.items():
         roles.append((modules[name], Norm(layer, borders, name in layout.aggregated)))
+    roles += [(modules[name], Affine(name, borders)) for name in layout.affine]
     for name, span in pools.items():
         if not isinstance(modules[name], nn.Identity):
             roles.append((modules[name], Pool(name, borders, span, name in layout.pools)))

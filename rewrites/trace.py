@@ -13,9 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from rewrites.buffers import Buffers, written
 from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.errors import TraceError
+
+
+def _is_known(module: nn.Module) -> bool:
+    """True for a subclass of the user's that adds nothing, and for a registered one: one operation, whatever it calls."""
+    return host.is_added_to(module) or host.is_registered_neuron(module) or host.is_registered_affine(module)
 
 
 class _LeafTracer(fx.Tracer):
@@ -33,11 +39,22 @@ class _LeafTracer(fx.Tracer):
         self.opaque = opaque
         self.closed: dict[nn.Module, str] = {}
         self._stopped: tuple[BaseException, nn.Module] | None = None
+        self.buffers = Buffers(self.write)
+
+    def write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        """The graph's value of a tensor that a forward made itself and wrote a value into."""
+        if not self.opaque:
+            raise TypeError(f"{getattr(function, '__name__', function)} writes a value into a tensor that the forward made")
+        index, value = (args[1], args[2]) if function is Tensor.__setitem__ else (None, list(args))
+        return self.create_proxy("call_function", written, (into, index, value), {})
+
+    def create_arg(self, a: Any) -> Any:
+        return super().create_arg(self.buffers.now(a))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if host.kind(m) in host.CONTAINERS and self.looks_inside and site_layer(m) is None:
             return m in self.closed
-        if m in self.closed or (host.is_leaf(m) and not host.is_composite(m)) or host.is_added_to(m):
+        if m in self.closed or (host.is_leaf(m) and not host.is_composite(m)) or _is_known(m):
             return True
         return not host.is_composite(m) and super().is_leaf_module(m, module_qualified_name)
 
@@ -92,6 +109,11 @@ class _ValueProxy(fx.Proxy):
         if isinstance(found, Tensor):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # Whoever reads this proxy from now on reads what was written.
+        tracer: Any = self.tracer
+        self.node = tracer.write(Tensor.__setitem__, (self, index, value), {}, self).node
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -165,6 +187,10 @@ class _ValueTracer(_LeafTracer):
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
         return self._spread(proxy, value) if kind == "placeholder" or isinstance(value, dict) else proxy
 
+    def write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        self._value("call_function", function, args, kwargs)
+        return super().write(function, args, kwargs, into)
+
     def _spread(self, proxy: Any, value: Any) -> Any:
         """A container of proxies for a proxy of a container: forward may ask its keys, its length, its class."""
         if type(value) is dict:
@@ -185,7 +211,7 @@ class _ValueTracer(_LeafTracer):
         named = torch.utils._pytree.tree_map(held, kwargs)
         if kind == "placeholder":
             return self._inputs.get(str(target).lstrip("*"), values[0] if values else None)
-        self._running = True
+        self._running = self.buffers.paused = True
         try:
             if kind == "get_attr":
                 return operator.attrgetter(str(target))(self.root)
@@ -195,7 +221,7 @@ class _ValueTracer(_LeafTracer):
                 return getattr(values[0], target)(*values[1:], **named)
             return target(*values, **named)
         finally:
-            self._running = False
+            self._running = self.buffers.paused = False
 
 
 def as_arguments(example_input: Any) -> tuple[Any, ...]:
@@ -268,7 +294,8 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
 def _traced(tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], *, sampled: bool) -> Traced:
     names = {module: name for name, module in model.named_modules()}
     try:
-        graph = tracer.trace(model, concrete_args=_concrete(model, given, sampled) or None)
+        with tracer.buffers:
+            graph = tracer.trace(model, concrete_args=_concrete(model, given, sampled) or None)
     except Exception as error:
         raise TraceError(
             f"torch.fx cannot follow {tracer.where(error)} on symbols alone, in eval mode ({_first_line(error)}); it "

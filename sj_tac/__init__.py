@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from sj_tac import functional as functional
     from sj_tac.batchnorm import freeze_bn, recalibrate
     from sj_tac.conversion import convert, plan, report, restore, set_k
+    from sj_tac.host import register_affine, register_neuron
     from sj_tac.operators import TAC, TACTP
     from sj_tac.policy import Policy, Rule
     from sj_tac.tuning.diagnosis import Diagnosis, diagnose
@@ -34,6 +35,8 @@ __all__ = [
     "functional",
     "plan",
     "recalibrate",
+    "register_affine",
+    "register_neuron",
     "report",
     "restore",
     "search",
@@ -48,6 +51,7 @@ _HOMES = {
     "verdicts": ("Reason", "Report", "Verdict"),
     "batchnorm": ("freeze_bn", "recalibrate"),
     "conversion": ("convert", "plan", "report", "restore", "set_k"),
+    "host": ("register_affine", "register_neuron"),
     "tuning.diagnosis": ("Diagnosis", "diagnose"),
     "tuning.sensitivity": ("Sensitivity", "sensitivity"),
     "tuning.evidence": ("Evidence",),

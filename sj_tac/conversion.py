@@ -33,8 +33,9 @@ def convert(
 
     Args:
         model: a SpikingJelly net in step_mode "m"; input [T, N, C, H, W]. It is left untouched.
-        policy: "preserve" (T stays: event data), "collapse" (T/k frames: rate-coded data), "keep", a dict, a ``Policy``,
-            the path of a YAML file, or "auto": ``sj_tac.diagnose`` and ``sj_tac.search`` on ``calibration``, with defaults.
+        policy: "preserve" (T stays: event data), "collapse" (T/k frames: rate-coded data), "keep", "exact"
+            (k=1, and once what is alike for all frames: the source's spikes, faster), a dict, a ``Policy``, the path of a
+            YAML file, or "auto": ``sj_tac.diagnose`` and ``sj_tac.search`` on ``calibration``, with defaults.
         k: frames per convolution where the policy does not say.
         example_input: a real input; needed by models that ask their input's shape in forward. With it the report has MACs,
             and the converted net is run: its output must have the source's shape and be finite, and at k=1 be the same.

@@ -227,7 +227,7 @@ class Policy(BaseModel):
         return {name: found.get(name, (self.default, None)) for name in names}
 
 
-def as_policy(policy: object, k: object = 2) -> Policy:
+def as_policy(policy: object, k: object = 2) -> Policy:  # noqa: C901  (one check after the other)
     """The policy that ``convert`` was given: a mode, a dict, a Policy or a path. ``k`` is the default's where it sets none.
 
     Raises:
@@ -235,6 +235,10 @@ def as_policy(policy: object, k: object = 2) -> Policy:
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise PolicyError(f"k={k!r} must be an int of at least 1 (the number of frames that share one convolution)")
+    if policy == "exact":
+        if k not in (1, 2):
+            raise PolicyError(f'policy="exact" aggregates nothing, so that k={k} has no meaning there; drop it')
+        return Policy(default=Settings.build(mode="preserve", k=1))
     if isinstance(policy, str) and policy in ("preserve", "collapse", "keep"):
         return Policy(default=Settings.build(mode=policy, k=k))
     if policy == "auto":
@@ -243,7 +247,7 @@ def as_policy(policy: object, k: object = 2) -> Policy:
         )
     if isinstance(policy, str) and not (Path(policy).suffix or os.sep in policy or Path(policy).exists()):
         raise PolicyError(
-            f"policy={policy!r} is neither a mode nor a file; {nearest(policy, ['preserve', 'collapse', 'keep'])}"
+            f"policy={policy!r} is neither a mode nor a file; {nearest(policy, ['preserve', 'collapse', 'keep', 'exact'])}"
         )
     if isinstance(policy, Policy):
         read = policy

@@ -39,6 +39,10 @@ class Reason(StrEnum):
     FOLD_AMBIGUOUS = "FOLD_AMBIGUOUS"
     NEURON_FOLDED = "NEURON_FOLDED"
     COLLAPSE_FOLDED = "COLLAPSE_FOLDED"
+    ONCE_ALREADY = "ONCE_ALREADY"
+    PROMISE_UNTRIED = "PROMISE_UNTRIED"
+    COLLAPSE_REGISTERED = "COLLAPSE_REGISTERED"
+    PROMISE_BROKEN = "PROMISE_BROKEN"
 
 
 # What each code means, and what its reader can do about it.
@@ -74,7 +78,7 @@ REASONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.UNSUPPORTED_NORM: (
         "its normalisation is not one whose eval mode is the same map for every frame",
-        "layer.BatchNorm1d, 2d, 3d and layer.ThresholdDependentBatchNorm2d are supported",
+        "use layer.BatchNorm1d, 2d or 3d; where its eval mode is one affine map, sj_tac.register_affine(its class)",
     ),
     Reason.BATCH_STATS: (
         "its norm keeps no running statistics, so its map depends on the batch, aggregated or not",
@@ -82,7 +86,7 @@ REASONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.UNSUPPORTED_NEURON: (
         "the neuron is not exactly LIFNode, IFNode or ParametricLIFNode, so its dynamics are its own",
-        "use one of the three; subclasses are left alone on purpose",
+        "use one of the three; where it leaks by a factor and charges linearly, sj_tac.register_neuron(its class, decay)",
     ),
     Reason.POOL_BEFORE_NEURON: (
         "a MaxPool stands between it and the neuron, and the largest of shared drives is not the frames' own largest",
@@ -125,6 +129,22 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "time is folded into the batch there, which a collapse would change the size of",
         "use mode: preserve for this layer",
     ),
+    Reason.COLLAPSE_REGISTERED: (
+        "its neuron is a registered one, whose own forward runs ordinary steps and cannot take several as one",
+        "use mode: preserve for this layer",
+    ),
+    Reason.ONCE_ALREADY: (
+        "it runs before the image is repeated T times, so it runs once for all steps already",
+        "nothing: there is nothing to save",
+    ),
+    Reason.PROMISE_UNTRIED: (
+        "a registered class stands behind it, and whether it keeps its promise can only be tried on a sample",
+        "pass example_input=, a real batch",
+    ),
+    Reason.PROMISE_BROKEN: (
+        "a registered class does not keep on the sample what it promises",
+        "see sj_tac.register_neuron and sj_tac.register_affine for what a class must keep",
+    ),
 }
 
 
@@ -150,6 +170,7 @@ class Verdict:
         reads: what is planned to come to a converted conv: "frames", "sums" that the neurons before it have made, "shared"
             frames, or "plain", ordinary frames at every border; last_read: what came in the last call, "frames of a value"
             where frames had to be made for it; last_gave: what its neuron gave then: "sums", "means", "frames" or "plain".
+        exact: its frames are one frame T times over, so that it runs once for all of them, with the source's own result.
         frames_made: who had frames of its values made since it was converted, and how often. Each costs time; none changes
             a result.
     """
@@ -167,6 +188,7 @@ class Verdict:
     reads: str = ""
     last_read: str = ""
     last_gave: str = ""
+    exact: bool = False
     frames_made: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -30,6 +30,15 @@ from sj_tac.host.neurons import (
     steps_on as steps_on,
     surrogate as surrogate,
 )
+from sj_tac.host.registry import (
+    is_registered_affine as is_registered_affine,
+    is_registered_neuron as is_registered_neuron,
+    is_the_hosts as is_the_hosts,
+    register_affine as register_affine,
+    register_neuron as register_neuron,
+    registered_decay as registered_decay,
+    steps_by_itself as steps_by_itself,
+)
 from sj_tac.host.state import (
     detached_memories as detached_memories,
     folded as folded,
@@ -76,8 +85,8 @@ from sj_tac.host.types import (
     is_multi_step as is_multi_step,
     is_neuron as is_neuron,
     is_norm as is_norm,
+    is_transposed as is_transposed,
     layer as layer,
     neuron as neuron,
-    steps_by_itself as steps_by_itself,
     uses_batch_statistics as uses_batch_statistics,
 )

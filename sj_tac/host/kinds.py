@@ -35,6 +35,16 @@ class Unknown(nn.Module):
     """Stands for the class of a module whose own attributes hide what its class does."""
 
 
+# Classes that were registered.
+_LEARNED: set[type[nn.Module]] = set()
+
+
+def know(cls: type[nn.Module]) -> None:
+    """Count a class among the known ones from now on."""
+    _LEARNED.add(cls)
+    _known.cache_clear()
+
+
 def kind(module: nn.Module) -> type[nn.Module]:
     """The class that ``module`` behaves as.
 
@@ -60,7 +70,7 @@ def _known(own: Any) -> tuple[type[nn.Module] | None, frozenset[str]]:
     """The known class that ``own`` is or only constructs otherwise, and the names that the classes between add."""
     added: set[str] = set()
     for cls in own.__mro__:
-        if cls in types.KNOWN:
+        if cls in types.KNOWN or cls in _LEARNED:
             clear = not any(_exists(cls, name) for name in added)
             return (cls, frozenset(added)) if clear else (None, frozenset())
         if cls.__dict__.get(NOTHING_ADDED):

@@ -9,11 +9,15 @@ import torch
 from spikingjelly.activation_based import functional, surrogate as surrogate
 from torch import Tensor, nn
 
+from sj_tac.host.registry import registered_decay
 from sj_tac.host.types import IS_V2, neuron
 
 
 def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
     """beta of ``h = r + beta (v - r) + gamma x``: a float, or for a PLIF a differentiable 0-dim tensor of ``dtype``."""
+    registered = registered_decay(node)
+    if registered is not None:
+        return registered
     if isinstance(node, neuron.ParametricLIFNode):
         decayed: Tensor = 1.0 - node.w.to(dtype).sigmoid()
         return decayed

@@ -15,11 +15,16 @@ StepModule: Any = base.StepModule
 LIBRARY = "spikingjelly.activation_based."
 IS_V2 = hasattr(base.MemoryModule, "materialize_states")
 # Exact types only: a subclass may have other dynamics, and swapping its class would lose them.
-CONVS: tuple[type[nn.Module], ...] = (layer.Conv2d, layer.Conv1d, layer.Conv3d)
+CONVS: tuple[type[nn.Module], ...] = (
+    *(layer.Conv2d, layer.Conv1d, layer.Conv3d),
+    *(layer.ConvTranspose2d, layer.ConvTranspose1d, layer.ConvTranspose3d),
+)
 LINEARS: tuple[type[nn.Module], ...] = (layer.Linear,)
 # Containers that fold time into the batch and run torch's own layers, or the host's in step_mode "s".
 CONTAINERS: tuple[type[nn.Module], ...] = (layer.SeqToANNContainer,)
-INNER_CONVS: tuple[type[nn.Module], ...] = (*CONVS, nn.Conv2d, nn.Conv1d, nn.Conv3d)
+INNER_CONVS: tuple[type[nn.Module], ...] = (
+    *(*CONVS, nn.Conv2d, nn.Conv1d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose1d, nn.ConvTranspose3d),
+)
 INNER_LINEARS: tuple[type[nn.Module], ...] = (*LINEARS, nn.Linear)
 PLAIN_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.BatchNorm1d, nn.BatchNorm3d)
 NORMS: tuple[type[nn.Module], ...] = (
@@ -67,7 +72,9 @@ AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLay
 PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout,)
 
 # torch's own layers on folded frames [T * N, ...]: each sees one frame at a time.
-FOLDED_CONVS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.Conv1d, nn.Conv3d)
+FOLDED_CONVS: tuple[type[nn.Module], ...] = (
+    *(nn.Conv2d, nn.Conv1d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose1d, nn.ConvTranspose3d),
+)
 FOLDED_LINEARS: tuple[type[nn.Module], ...] = (nn.Linear,)
 FOLDED_MAX_POOLS: tuple[type[nn.Module], ...] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 FOLDED_LINEAR: tuple[type[nn.Module], ...] = (
@@ -87,6 +94,10 @@ def is_conv(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd)
 
 
+def is_transposed(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+
+
 def is_norm(module: nn.Module) -> bool:
     """Any normalisation layer, supported or not."""
     return isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) or type(module).__module__ == LIBRARY + "layer.bn"
@@ -95,11 +106,6 @@ def is_norm(module: nn.Module) -> bool:
 def is_neuron(module: nn.Module) -> bool:
     """Any spiking neuron, supported or not, subclasses by the user among them."""
     return isinstance(module, neuron.BaseNode) or type(module).__module__.startswith(LIBRARY + "neuron")
-
-
-def steps_by_itself(module: nn.Module) -> bool:
-    """True for a spiking neuron in step_mode "m": what it is handed is [T, N, ...] by definition."""
-    return is_neuron(module) and is_multi_step(module)
 
 
 def is_leaf(module: nn.Module) -> bool:

@@ -93,12 +93,14 @@ class Borders:
     Attributes:
         call: T and N of the net's call that is running, for frames that were folded before they became values; else None.
         fused: values may pass; False is the definition.
+        alike: it is looked whether frames are one frame T times over, where the trace says so.
         watched: when the net was last called while autograd recorded, something stood between its modules that autograd's
             graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
     """
 
     fused: bool = True
     watched: bool = False
+    alike: bool = True
     call: Call | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,14 +144,14 @@ def is_watched(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def definition(model: nn.Module) -> Iterator[None]:
-    """Run a converted model as its definition, module by module."""
+def definition(model: nn.Module, alike: bool = True) -> Iterator[None]:
+    """Run a converted model as its definition, module by module; without ``alike``, all frames where they are one, too."""
     found = {id(role.borders): role.borders for m in model.modules() if (role := m.__dict__.get("_tac")) is not None}
-    kept = [(borders, borders.fused) for borders in found.values()]
+    kept = [(borders, borders.fused, borders.alike) for borders in found.values()]
     try:
-        for borders, _ in kept:
-            borders.fused = False
+        for borders, _, _ in kept:
+            borders.fused, borders.alike = False, alike
         yield
     finally:
-        for borders, fused in kept:
-            borders.fused = fused
+        for borders, fused, before in kept:
+            borders.fused, borders.alike = fused, before

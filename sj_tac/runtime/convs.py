@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import InputError
-from sj_tac.host import dispatch, layer
+from sj_tac.host import dispatch
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import decay_weights
 from sj_tac.runtime.drives import Drive
@@ -19,7 +20,11 @@ from sj_tac.runtime.values import Frames, Shared, Spikes, ordinary
 
 LOGITS = "tac_logits"
 # Dimensions of the frames that a layer takes, in step_mode "m", and how its errors write them.
-_FRAMES = {nn.Conv1d: (4, "[T, N, C, L]"), nn.Conv2d: (5, "[T, N, C, H, W]"), nn.Conv3d: (6, "[T, N, C, D, H, W]")}
+_FRAMES: dict[Any, tuple[int, str]] = {
+    (nn.Conv1d, nn.ConvTranspose1d): (4, "[T, N, C, L]"),
+    (nn.Conv2d, nn.ConvTranspose2d): (5, "[T, N, C, H, W]"),
+    (nn.Conv3d, nn.ConvTranspose3d): (6, "[T, N, C, D, H, W]"),
+}
 
 
 def check_frames(x: Tensor, inner: Any, name: str) -> None:
@@ -31,7 +36,7 @@ def check_frames(x: Tensor, inner: Any, name: str) -> None:
                 f"got a tensor of shape {list(x.shape)}; stack the time steps in front, T first"
             )
         return
-    dims, shape = next(value for kind, value in _FRAMES.items() if isinstance(inner, kind))
+    dims, shape = next(value for kinds, value in _FRAMES.items() if isinstance(inner, kinds))
     if x.dim() != dims or x.shape[0] == 0 or x.shape[2] != inner.in_channels:
         raise InputError(
             f"layer {name!r} takes frames {shape} with T >= 1 and C={inner.in_channels}, "
@@ -80,14 +85,14 @@ class DriveModule(nn.Module):
                 drive.ran = "single frames"
                 return self._layer(x)
             steps = frames.shape[0]
-            if drive.repeated and _is_repeated(frames):
+            if drive.repeated and drive.borders.alike and _is_repeated(frames):
                 drive.ran, summed, groups = "one frame", frames[:1], even(steps, steps)
             else:
                 found = drive.wants(single(steps), (x.dtype, x.device), logits)
                 assert found is not None
                 drive.ran, summed, groups = "frames", drive.aggregate(frames, found), found.groups
         y = self._run(summed)
-        drive.seen = (steps, y.shape)
+        drive.seen = (steps, self._counted(summed, y))
         return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
 
     def _layer(self, x: Tensor) -> Tensor:
@@ -145,12 +150,13 @@ class DriveModule(nn.Module):
             return self._layer(x)
         # A compiled call cannot look whether frames are alike: it runs all of them.
         if drive.repeated and (compiling or _is_repeated(frames)):
-            summed, lengths = (frames, (1,) * frames.shape[0]) if compiling else (frames[:1], (frames.shape[0],))
+            single = compiling or not drive.borders.alike
+            summed, lengths = (frames, (1,) * frames.shape[0]) if single else (frames[:1], (frames.shape[0],))
         else:
             summed, lengths = self._sums_of_frames(frames, logits)
         y = self._run(summed)
         if not compiling:
-            drive.ran, drive.seen = "plain", (frames.shape[0], y.shape)
+            drive.ran, drive.seen = "plain", (frames.shape[0], self._counted(summed, y))
         repeated = reference.repeat(y, lengths)
         return repeated.flatten(0, 1) if self._folds else repeated
 
@@ -164,6 +170,10 @@ class DriveModule(nn.Module):
         wanted = drive.wants(Groups(steps.steps, tuple(lengths), drive.span.merged), (x.dtype, x.device), logits)
         assert wanted is not None
         return drive.aggregate(compact, wanted), wanted.groups.frames
+
+    def _counted(self, x: Tensor, y: Tensor) -> Sequence[int]:
+        """The shape whose every element takes one filter's multiplications."""
+        return x.shape if host.is_transposed(self.inner()) else y.shape
 
     def _check(self, x: Tensor) -> None:
         """Raise InputError where ``x`` is not frames that this layer takes."""
@@ -209,111 +219,3 @@ class DriveModule(nn.Module):
             f"layer {self._tac.name!r}: nn.DataParallel replicas would share one neuron state; "
             "use torch.nn.parallel.DistributedDataParallel, or sj_tac.restore the net first"
         )
-
-
-class TACTPConv1d(DriveModule, layer.Conv1d):
-    """TAC-TP, "preserve": one convolution for k frames; its drive is shared, so T stays. [T, N, C, L] in and out."""
-
-    _rank = 4
-
-
-class TACTPConv2d(DriveModule, layer.Conv2d):
-    """TAC-TP, "preserve": one convolution for k frames; its drive is shared, so T stays. [T, N, C, H, W] in and out."""
-
-    _rank = 5
-
-
-class TACTPConv3d(DriveModule, layer.Conv3d):
-    """TAC-TP, "preserve": one convolution for k frames; its drive is shared, so T stays. [T, N, C, D, H, W] in and out."""
-
-    _rank = 6
-
-
-class TACTPLinear(DriveModule, layer.Linear):
-    """TAC-TP, "preserve": one product for k frames; its drive is shared, so T stays. [T, N, ..., F] in and out."""
-
-
-class TACConv1d(DriveModule, layer.Conv1d):
-    """TAC, "collapse": one convolution for k frames, which are one behind the neuron. [T, N, C, L] in and out."""
-
-    _rank = 4
-
-
-class TACConv2d(DriveModule, layer.Conv2d):
-    """TAC, "collapse": one convolution for k frames, which are one behind the neuron. [T, N, C, H, W] in and out."""
-
-    _rank = 5
-
-
-class TACConv3d(DriveModule, layer.Conv3d):
-    """TAC, "collapse": one convolution for k frames, which are one behind the neuron. [T, N, C, D, H, W] in and out."""
-
-    _rank = 6
-
-
-class TACLinear(DriveModule, layer.Linear):
-    """TAC, "collapse": one product for k frames, which are one behind the neuron. [T, N, ..., F] in and out."""
-
-
-class TACTPFoldedConv1d(DriveModule, nn.Conv1d):
-    """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, L] in and out."""
-
-    _rank, _folds = 4, True
-
-
-class TACTPFoldedConv2d(DriveModule, nn.Conv2d):
-    """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, H, W] in and out."""
-
-    _rank, _folds = 5, True
-
-
-class TACTPFoldedConv3d(DriveModule, nn.Conv3d):
-    """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, D, H, W]."""
-
-    _rank, _folds = 6, True
-
-
-class TACTPFoldedLinear(DriveModule, nn.Linear):
-    """TAC-TP, "preserve", of torch's own layer: one product for k frames. Folded frames [T * N, ..., F] in and out."""
-
-    _folds = True
-
-
-class _Container(DriveModule, layer.SeqToANNContainer):
-    def inner(self) -> Any:
-        return self[0]
-
-    def macs(self) -> tuple[int, int] | None:
-        # Pools behind the conv hide how large its own output was; the first run of the source net has seen it.
-        pools = any(isinstance(m, (*host.ANY_MAX_POOLS, *host.INNER_AVG_POOLS)) for m in self)
-        return None if pools else super().macs()
-
-
-class TACTPSeqToANNContainer(_Container):
-    """TAC-TP, "preserve", of a container conv -> [norm] -> [pool]; frames in and out."""
-
-
-class TACSeqToANNContainer(_Container):
-    """TAC, "collapse", of a container conv -> [norm] -> [pool]; frames in and out."""
-
-
-DRIVE_SWAPS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
-    "preserve": {
-        layer.Conv1d: TACTPConv1d,
-        layer.Conv2d: TACTPConv2d,
-        layer.Conv3d: TACTPConv3d,
-        layer.Linear: TACTPLinear,
-        nn.Conv1d: TACTPFoldedConv1d,
-        nn.Conv2d: TACTPFoldedConv2d,
-        nn.Conv3d: TACTPFoldedConv3d,
-        nn.Linear: TACTPFoldedLinear,
-        layer.SeqToANNContainer: TACTPSeqToANNContainer,
-    },
-    "collapse": {
-        layer.Conv1d: TACConv1d,
-        layer.Conv2d: TACConv2d,
-        layer.Conv3d: TACConv3d,
-        layer.Linear: TACLinear,
-        layer.SeqToANNContainer: TACSeqToANNContainer,
-    },
-}

@@ -45,6 +45,30 @@ class Pool:
     means: bool = False
 
 
+@dataclass(eq=False)
+class Affine:
+    """A module of a registered class, which in eval mode is the same affine map of every sample."""
+
+    name: str
+    borders: Borders
+
+
+class AffineModule(nn.Module):
+    """A module of a registered class: of frames that steps share, it runs on the compact ones alone."""
+
+    _tac: Affine
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = not args and not kwargs and not self.training
+        if not alone or not isinstance(x, Shared) or not x.intact or not x.is_bare or x.merges:
+            return super().forward(ordinary(x, self._tac.name), *args, **kwargs)
+        compact = x.expression.mapped()
+        if x.folded is None:
+            return x.like(super().forward(compact))
+        mapped = super().forward(compact.flatten(0, 1))
+        return x.like(mapped.reshape(*compact.shape[:2], *mapped.shape[1:]), x.folded)
+
+
 class _LearningNorm(nn.modules.batchnorm._BatchNorm):
     """A BatchNorm that may be frozen, and that remembers whether it learnt from aggregated frames."""
 

@@ -130,6 +130,15 @@ def _reshape(function: Any, args: Any, kwargs: Any) -> Any:
     return _reshaped(x, shape, lambda t: function(t, shape))
 
 
+@handles(Tensor.view_as, Tensor.reshape_as)
+def _reshape_as(function: Any, args: Any, kwargs: Any) -> Any:
+    x, other = args
+    if not isinstance(x, Frames) or not x.intact:
+        return NotImplemented
+    shape = tuple(other.shape)
+    return _reshaped(x, shape, lambda t: t.reshape(shape))
+
+
 @handles(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze)
 def _squeeze(function: Any, args: Any, kwargs: Any) -> Any:
     """A dimension of one more or less, behind the batch's."""

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from sj_tac import host
-from sj_tac.runtime.convs import DRIVE_SWAPS, LOGITS, DriveModule
+from sj_tac.runtime.conv_swaps import DRIVE_SWAPS
+from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.layers import LAYER_SWAPS, Norm, Pool
+from sj_tac.runtime.layers import LAYER_SWAPS, Affine, AffineModule, Norm, Pool
 from sj_tac.runtime.neurons import UNIT_SWAPS, Unit
 
 SWAPS = UNIT_SWAPS | LAYER_SWAPS
@@ -25,7 +26,7 @@ _SOURCES = {new: old for swaps in (SWAPS, *DRIVE_SWAPS.values()) for old, new in
 # Where a class made of one of ours and one of the user's names the latter.
 _USERS = "_tac_users_class"
 
-Role = Drive | Unit | Norm | Pool
+Role = Drive | Unit | Norm | Pool | Affine
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -48,6 +49,11 @@ def source_class(module: nn.Module) -> type[nn.Module]:
     return users_class(module) if parametrize.is_parametrized(module) else host.kind(module)
 
 
+def is_affine(module: nn.Module) -> bool:
+    """True for a module of a registered affine class that is swapped."""
+    return isinstance(module, AffineModule)
+
+
 def is_swapped(module: nn.Module) -> bool:
     """True for the modules of a converted chain."""
     kind = own_class(module)
@@ -56,7 +62,7 @@ def is_swapped(module: nn.Module) -> bool:
 
 def _swapped_class(static: type[nn.Module], users: type[nn.Module]) -> type[nn.Module]:
     """What a module of a class of the user's becomes: ``static``, or a class that is both."""
-    return static if _SOURCES[static] is users else _both(static, users)  # type: ignore[arg-type]
+    return static if _SOURCES.get(static) is users else _both(static, users)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -82,7 +88,8 @@ def absorb(module: nn.Module, role: Role) -> None:
     old = module.__dict__.get("_tac")
     if isinstance(role, Norm) and isinstance(old, Norm):
         role.frozen, role.moved = old.frozen, old.moved
-    _become(module, _swapped_class(swaps[source_class(module)], users_class(module)))
+    static = AffineModule if isinstance(role, Affine) else swaps[source_class(module)]
+    _become(module, _swapped_class(static, users_class(module)))
     module._tac = role  # type: ignore[assignment]
     if isinstance(role, Drive):
         _fit_logits(module)

@@ -40,6 +40,41 @@ class Slow(neuron.LIFNode):
         return super().multi_step_forward(x_seq * 0.5)
 
 
+class OwnLeak(neuron.LIFNode):
+    """Not registered in either host: a subclass with a method of its own, which is vouched for."""
+
+    def multi_step_forward(self, x_seq):
+        return super().multi_step_forward(x_seq)
+
+
+HOSTS_OWN = sj_tac.register_neuron(OwnLeak, decay=0.5)
+
+
+class OwnConv(layer.Conv2d):
+    """A subclass that computes something else."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight * 0.5, bias)
+
+
+@sj_tac.register_neuron(decay=0.5)
+class LooksAhead(nn.Module):
+    """A registered neuron that breaks its promise."""
+
+    def forward(self, x):
+        return (x > x.mean(0)).to(x)
+
+
+class Once(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.front = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), node("lif"))
+        self.good = nn.Sequential(conv(3, 3), norm(3), node("lif"))
+
+    def forward(self, x):
+        return self.good(self.front[2](self.front[1](self.front[0](x)).unsqueeze(0).repeat(4, 1, 1, 1, 1)))
+
+
 def parametrized():
     made = conv()
     torch.nn.utils.parametrizations.weight_norm(made)
@@ -92,7 +127,7 @@ CASES = {
     Reason.FAN_OUT: Around(conv(), norm(), node("lif"), forward=fan_out),
     Reason.NOT_MULTI_STEP: Around(conv(step_mode="s"), norm(), node("lif")),
     Reason.PARAMETRIZED: Around(parametrized(), norm(), node("lif")),
-    Reason.UNSUPPORTED_CONV: Around(layer.ConvTranspose2d(2, 3, 3, padding=1, step_mode="m"), norm(), node("lif")),
+    Reason.UNSUPPORTED_CONV: Around(OwnConv(2, 3, 3, padding=1, step_mode="m"), norm(), node("lif")),
     Reason.UNSUPPORTED_NORM: Around(conv(), layer.GroupNorm(1, 3, step_mode="m"), node("lif")),
     Reason.BATCH_STATS: Around(conv(), layer.BatchNorm2d(3, track_running_stats=False, step_mode="m"), node("lif")),
     Reason.UNSUPPORTED_NEURON: Around(conv(), norm(), Slow(step_mode="m")),
@@ -110,15 +145,23 @@ CASES = {
     Reason.FOLD_AMBIGUOUS: Around(*folding(), forward=folded),
     Reason.NEURON_FOLDED: Around(*folding(), forward=folded_at_the_neuron),
     Reason.COLLAPSE_FOLDED: Around(*folding(), forward=folded),
+    Reason.COLLAPSE_REGISTERED: Around(conv(), norm(), HOSTS_OWN(step_mode="m", tau=2.0)),
+    Reason.ONCE_ALREADY: Once(),
+    Reason.PROMISE_UNTRIED: Around(conv(), norm(), LooksAhead()),
+    Reason.PROMISE_BROKEN: Around(conv(), norm(), LooksAhead()),
 }  # fmt: skip
 POLICIES = {
     Reason.POLICY_KEEP: {"rules": [{"match": "front.*", "mode": "keep"}]},
     Reason.COLLAPSE_BRANCHED: {"rules": [{"match": "front.*", "mode": "collapse", "spikes": "binary"}]},
     Reason.COLLAPSE_POOL: {"rules": [{"match": "front.*", "mode": "collapse"}]},
+    Reason.COLLAPSE_REGISTERED: {"rules": [{"match": "front.*", "mode": "collapse"}]},
     Reason.COLLAPSE_FOLDED: {"rules": [{"match": "front.*", "mode": "collapse"}]},
 }
 # T and N of the sample, where one is needed.
-SAMPLES = {Reason.FOLD_AMBIGUOUS: (4, 1), Reason.NEURON_FOLDED: (4, 2), Reason.COLLAPSE_FOLDED: (4, 2)}
+SAMPLES = {
+    Reason.FOLD_AMBIGUOUS: (4, 1), Reason.NEURON_FOLDED: (4, 2), Reason.COLLAPSE_FOLDED: (4, 2), Reason.ONCE_ALREADY: (2,),
+    Reason.PROMISE_BROKEN: (4, 2), Reason.COLLAPSE_REGISTERED: (4, 2),
+}  # fmt: skip
 
 
 def sample_for(reason):

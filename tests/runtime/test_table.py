@@ -118,6 +118,8 @@ OPERATIONS = {
     "split of time": (lambda x, y: x.split(2)[1], False),
     "reshape behind": (lambda x, y: x.reshape(T, N, 2, C // 2, -1), False),
     "fold and more": (lambda x, y: x.reshape(T * N, C, -1), False),
+    "view_as": (lambda x, y: x.flatten(0, 1).view_as(y), False),
+    "reshape_as": (lambda x, y: x.reshape_as(y.flatten(0, 1)), False),
     "no fold": (lambda x, y: x.reshape(N, T, *SHAPE[1:]), False),
     "torch.mul, number first": (lambda x, y: torch.mul(2.0, x), False),
     "cat by axis": (lambda x, y: torch.cat([x, y], axis=-3), False),

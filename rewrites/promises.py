@@ -1,0 +1,123 @@
+"""What registered classes promise, tried on what the sample hands their modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewrites.trace import copied
+from sj_tac import host
+from sj_tac.verdicts import Reason, Refusal
+
+
+def broken_promises(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict[str, Refusal]:
+    """Why each registered module cannot be relied on, by name; those that keep their promise are left out. Changes nothing.
+
+    Args:
+        arguments: of the model's forward; None where there is no sample.
+    """
+    named = list(model.named_modules())
+    neurons = {name: m for name, m in named if host.is_registered_neuron(m)}
+    affine = {name: m for name, m in named if host.is_registered_affine(m)}
+    if not neurons and not affine:
+        return {}
+    if arguments is None:
+        users = {name: m for name, m in (neurons | affine).items() if not host.is_the_hosts(m)}
+        return {
+            name: Refusal(Reason.PROMISE_UNTRIED, f"{name!r} ({type(m).__name__}) is registered")
+            for name, m in users.items()
+        }
+    inputs = _inputs(model, {**neurons, **affine}, arguments)
+    found = {name: _neuron_problem(m, inputs[name]) for name, m in neurons.items() if name in inputs}
+    found |= {name: _affine_problem(m, inputs[name]) for name, m in affine.items() if name in inputs}
+    kinds = {name: type(m).__name__ for name, m in named}
+    return {
+        name: Refusal(Reason.PROMISE_BROKEN, f"{name!r} ({kinds[name]}) is registered, but {problem}")
+        for name, problem in found.items()
+        if problem
+    }
+
+
+def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    """What each module is called with first."""
+    found: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                found.setdefault(name, args[0].detach().clone())
+
+        return hook
+
+    with host.looked_at(model):
+        host.reset_memories(model)
+        for name, module in wanted.items():
+            module.register_forward_pre_hook(note(name))
+        try:
+            model(*copied(arguments))
+        except Exception:  # the run of the source says what is wrong
+            return found
+    return found
+
+
+def _run(module: nn.Module, x: Tensor) -> Tensor:
+    """A call of a fresh copy, in eval mode."""
+    fresh = copy.deepcopy(module, host.detached_memories(module)).eval()
+    host.reset_memories(fresh)
+    reset = getattr(fresh, "reset", None)
+    if callable(reset):
+        reset()
+    with torch.no_grad():
+        found = fresh(x)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"it gives a {type(found).__name__}, not one tensor")
+    return found
+
+
+def _neuron_problem(module: nn.Module, x: Tensor) -> str:
+    """What a neuron breaks on frames [T, N, ...]: those of the sample, and noise of several sizes that makes it fire."""
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    for frames in (x, *(noise * size + size / 2 for size in (0.5, 2.0, 8.0))):
+        try:
+            problem = _neuron_problem_on(module, frames)
+        except Exception as error:
+            return f"it does not run on frames {list(x.shape)} alone ({type(error).__name__}: {error})"
+        if problem:
+            return problem
+    return ""
+
+
+def _neuron_problem_on(module: nn.Module, x: Tensor) -> str:
+    steps, whole = x.shape[0], _run(module, x)
+    if whole.shape[:2] != x.shape[:2]:
+        return f"it gives {list(whole.shape)} for frames {list(x.shape)}"
+    for first in {steps - 1, steps // 2}:
+        later = x.clone()
+        later[first:] += 1
+        if not torch.equal(_run(module, later)[:first], whole[:first]):
+            return "what it gives for a step depends on later steps"
+    turned = _run(module, x.flip(1)).flip(1)
+    return "" if torch.allclose(turned, whole, rtol=1e-4, atol=1e-5) else "its samples look at each other"
+
+
+def _affine_problem(module: nn.Module, x: Tensor) -> str:
+    """What an affine module breaks on a batch [M, ...], frames or folded ones."""
+    try:
+        wide: nn.Module = copy.deepcopy(module).double()
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for _ in range(2))
+        together = _run(wide, a)
+        mixed = _run(wide, 0.25 * a + 0.75 * b)
+        if not torch.allclose(mixed, 0.25 * together + 0.75 * _run(wide, b), rtol=1e-6, atol=1e-6):
+            return "it is not affine"
+        alone = torch.cat([_run(wide, part) for part in (a[:1], a[1:]) if len(part)])
+        turned = _run(wide, a.flip(1)).flip(1) if x.dim() > 4 else together
+    except Exception as error:
+        return f"it does not run on {list(x.shape)} or on a part of them ({type(error).__name__}: {error})"
+    same = alone.shape == together.shape and torch.allclose(alone, together, rtol=1e-6, atol=1e-6)
+    return (
+        "" if same and torch.allclose(turned, together, rtol=1e-6, atol=1e-6) else "its samples or steps look at each other"
+    )

@@ -1,0 +1,133 @@
+"""Classes that sj_tac may convert around because somebody vouches for them: the user, or this file for the host's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from sj_tac.host import kinds
+from sj_tac.host.types import is_multi_step, is_neuron, neuron
+
+Kind = TypeVar("Kind", bound=type[nn.Module])
+Decay = float | Callable[[Any], Any]
+
+_NEURONS: dict[type[nn.Module], Decay] = {}
+_AFFINE: set[type[nn.Module]] = set()
+
+
+def _check_class(kind: Any, name: str) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(
+            f"{name} takes a subclass of torch.nn.Module, got {kind!r}; register the class, not an instance of it"
+        )
+
+
+def register_neuron(kind: Any = None, *, decay: Decay = 1.0) -> Any:
+    """Let drives be shared for neurons of a class of one's own. Its own forward runs its steps; only ``preserve`` applies.
+
+    ``sj_tac.register_neuron(MyNeuron, decay=0.5)``, or ``@sj_tac.register_neuron(decay=0.5)`` in front of the class.
+    Subclasses that add a constructor alone are meant, too. The class promises: handed frames [T, N, ...] it gives as many;
+    step t reads no later frame; samples do not look at each other; what a step adds to the membrane is linear in its frame.
+    ``convert`` tries the first three on ``example_input``, which it then needs. The last cannot be seen in spikes: it is the
+    caller's word.
+
+    Args:
+        decay: beta, what is left of the membrane after a step, in (0, 1]: a number, or a function of the module that gives
+            one. It makes the weights ``beta^(k-1-j) / S_k`` of a group (docs/equations.md).
+
+    Raises:
+        TypeError: no class of modules. ValueError: a decay out of (0, 1].
+    """
+    if kind is None:
+        return lambda decorated: register_neuron(decorated, decay=decay)
+    _check_class(kind, "register_neuron")
+    if not callable(decay) and not (isinstance(decay, (int, float)) and 0 < decay <= 1):
+        raise ValueError(
+            f"register_neuron({kind.__name__}): decay={decay!r} must be a number in (0, 1] or a function that gives one"
+        )
+    _NEURONS[kind] = decay
+    kinds.know(kind)
+    return kind
+
+
+def register_affine(kind: Any = None) -> Any:
+    """Let drives pass modules of a class of one's own, which in eval mode is the same affine map of every sample.
+
+    ``sj_tac.register_affine(MyNorm)``, or ``@sj_tac.register_affine`` in front of the class: a norm, a padding. It may take
+    frames [T, N, ...] or folded ones [T * N, ...], any number of them. ``convert`` tries both promises on ``example_input``,
+    which it then needs.
+
+    Raises:
+        TypeError: no class of modules.
+    """
+    if kind is None:
+        return register_affine
+    _check_class(kind, "register_affine")
+    _AFFINE.add(kind)
+    kinds.know(kind)
+    return kind
+
+
+def is_registered_neuron(module: nn.Module) -> bool:
+    return bool(_NEURONS) and kinds.kind(module) in _NEURONS
+
+
+def is_registered_affine(module: nn.Module) -> bool:
+    return bool(_AFFINE) and kinds.kind(module) in _AFFINE
+
+
+def steps_by_itself(module: nn.Module) -> bool:
+    """True for a spiking neuron in step_mode "m": what it is handed is [T, N, ...] by definition."""
+    return (is_neuron(module) or is_registered_neuron(module)) and is_multi_step(module)
+
+
+def is_the_hosts(module: nn.Module) -> bool:
+    """True for a neuron that this file vouches for."""
+    return kinds.kind(module) in _OF_THE_HOST
+
+
+def registered_decay(node: nn.Module) -> float | None:
+    """beta of a registered neuron; None of any other. Raises ValueError where its function gives none."""
+    # By the bases alone: calls ask, too, compiled ones among them, which could not follow more.
+    for cls in type(node).__mro__:
+        if cls in _NEURONS:
+            decay = _NEURONS[cls]
+            break
+    else:
+        return None
+    with torch.no_grad():
+        found = decay(node) if callable(decay) else decay
+    value = float(found)
+    if not 0 < value <= 1 or math.isnan(value):
+        raise ValueError(f"the decay registered for {type(node).__name__} gives {value}; it must be in (0, 1]")
+    return value
+
+
+def _of_tau(node: Any) -> float:
+    return 1.0 - 1.0 / float(node.tau)
+
+
+def _of_gates(node: Any) -> float:
+    """GatedLIFNode decays each channel by ``1 - alpha (1 - tau)``; the weights are those of the channels' mean."""
+    alpha, tau = node.alpha.sigmoid(), node.tau.sigmoid()
+    return float((1 - alpha * (1 - tau)).mean())
+
+
+# Of the host's own, those whose membrane leaks by a factor and is charged linearly. One of the two hosts has few of them.
+_OWN: dict[str, Decay] = {
+    "ILIFNode": _of_tau,
+    "LIAFNode": _of_tau,
+    "ComplementaryLIFNode": _of_tau,
+    "TernaryLIFNode": _of_tau,
+    "TernaryIFNode": 1.0,
+    "HalfThresholdIFNode": 1.0,
+    "GatedLIFNode": _of_gates,
+}
+for _name, _decay in _OWN.items():
+    if hasattr(neuron, _name):
+        register_neuron(getattr(neuron, _name), decay=_decay)
+_OF_THE_HOST = frozenset(_NEURONS)

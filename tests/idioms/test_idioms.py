@@ -1,0 +1,277 @@
+"""What published models are written like: each idiom against its source, and against hooks on the source that aggregate."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from idioms.nets import C, IDIOMS, N, OwnNeuron, OwnNorm, T
+from spikingjelly.activation_based import functional, neuron
+from torch import nn
+
+import sj_tac
+from sj_tac import host
+
+sj_tac.register_neuron(OwnNeuron, decay=lambda module: module.leak)
+sj_tac.register_affine(OwnNorm)
+EVERY = pytest.mark.parametrize("name", list(IDIOMS))
+
+
+def inputs(idiom, dtype=torch.float32, seed=0, shape=None):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(shape or idiom.shape, generator=generator)
+    return (x if len(idiom.shape) == 4 else (x > 0.5).float() * 1.5).to(dtype)
+
+
+def neurons(net):
+    return {n: m for n, m in net.named_modules() if isinstance(m, (neuron.BaseNode, OwnNeuron))}
+
+
+def rates_of(net, x):
+    rates, handles = {}, []
+    for n, module in neurons(net).items():
+        handles.append(module.register_forward_hook(lambda m, a, out, n=n: rates.update({n: out.mean().item()})))
+    functional.reset_net(net)
+    with torch.no_grad():
+        net(x)
+    functional.reset_net(net)
+    for handle in handles:
+        handle.remove()
+    return rates
+
+
+def move_thresholds(net, x):
+    """Until every neuron fires at a rate of 0.1 to 0.4, from the first on."""
+    for _ in range(60):
+        rates = rates_of(net, x)
+        wrong = [n for n, rate in rates.items() if not 0.1 < rate < 0.4 and not isinstance(net.get_submodule(n), OwnNeuron)]
+        if not wrong:
+            return
+        net.get_submodule(wrong[0]).v_threshold *= 0.85 if rates[wrong[0]] <= 0.1 else 1.1
+
+
+def make(name, dtype=torch.float32):
+    """The source net, awake: BatchNorm has the statistics of its input, and is moved upwards; and its sample."""
+    idiom = IDIOMS[name]
+    torch.manual_seed(3)
+    net = idiom.make().to(dtype)
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(module.weight, 1.0, 1.6)
+            nn.init.uniform_(module.bias, 0.5, 1.1)
+    net.train()
+    with torch.no_grad():
+        for seed in range(6):
+            functional.reset_net(net)
+            net(inputs(idiom, dtype, seed))
+    functional.reset_net(net)
+    move_thresholds(net.eval(), inputs(idiom, dtype, 9))
+    # The older host's neurons pass gradients while training alone, which changes nothing else in them.
+    net.eval()
+    for module in neurons(net).values():
+        module.train(not host.IS_V2)
+    return net, inputs(idiom, dtype, 9)
+
+
+def policy(name, k):
+    return {"layers": list(IDIOMS[name].layers), "default": {"mode": "preserve", "k": k}}
+
+
+def train_neurons(net):
+    for module in neurons(net).values():
+        module.train(not host.IS_V2)
+    return net
+
+
+def convert(name, net, x, k, **more):
+    return train_neurons(sj_tac.convert(net, policy(name, k), example_input=x, **more))
+
+
+def oracle(name, net, k, steps=T):
+    """The source, with hooks that hand each conv the sum of its group's frames in every frame's place."""
+    idiom, made = IDIOMS[name], copy.deepcopy(net)
+
+    def aggregate(folded):
+        def hook(module, args):
+            x = args[0]
+            frames = x.unflatten(0, (steps, -1)) if folded else x
+            found = []
+            for start in range(0, steps, k):
+                group = frames[start : start + k]
+                weights = [0.5 ** (len(group) - 1 - j) for j in range(len(group))]
+                summed = sum(w / sum(weights) * frame for w, frame in zip(weights, group, strict=True))
+                found += [summed] * len(group)
+            y = torch.stack(found)
+            return (y.flatten(0, 1) if folded else y,)
+
+        return hook
+
+    for conv in idiom.converted:
+        if conv not in idiom.exact:
+            made.get_submodule(conv).register_forward_pre_hook(aggregate(conv in idiom.folded))
+    return made
+
+
+def run(net, x):
+    """Output, input's and parameters' gradients, voltages."""
+    functional.reset_net(net)
+    x = x.clone().requires_grad_(x.dim() == 5)
+    y = net(x)
+    weight = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view_as(y)
+    net.zero_grad()
+    (y * weight).sum().backward()
+    voltages = {n: m.v.detach() for n, m in neurons(net).items() if isinstance(m, neuron.BaseNode)}
+    gradients = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    return y.detach(), x.grad, gradients, voltages
+
+
+def same(found, expected, **close):
+    """Equal to the bit, or ``close``; there must be gradients to compare."""
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **close)
+    assert any(g.abs().sum() > 0 for g in expected[2].values())
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert a.keys() == b.keys()
+        for key in b:
+            torch.testing.assert_close(a[key], b[key], **close, msg=lambda m, key=key: f"{key}: {m}")
+
+
+BITS = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+
+
+@EVERY
+def test_the_net_is_awake(name):
+    net, x = make(name)
+    rates = rates_of(net, x)
+    assert len(rates) == len(neurons(net))
+    assert all(0.05 < rate < 0.5 for rate in rates.values()), rates
+
+
+@EVERY
+def test_its_convolutions_are_converted(name):
+    net, x = make(name)
+    report = sj_tac.plan(net, policy(name, 2), example_input=x)
+    assert {v.layer for v in report.converted} == set(IDIOMS[name].converted), report
+    assert {v.layer for v in report.verdicts if v.exact} == set(IDIOMS[name].exact)
+    assert not [v for v in report.refused if isinstance(net.get_submodule(v.layer), nn.modules.conv._ConvNd)]
+
+
+@EVERY
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+def test_k_1_is_the_source(name, fuse):
+    net, x = make(name)
+    fast = convert(name, net, x, 1, fuse=fuse)
+    with torch.no_grad():
+        functional.reset_net(net)
+        expected = net(x)
+        found = fast(x)
+    assert torch.equal(found, expected)
+    wide, x = make(name, torch.float64)
+    same(run(convert(name, wide, x, 1, fuse=fuse), x), run(wide, x), **CLOSE)
+
+
+@EVERY
+@pytest.mark.parametrize("k", [2, 3, T])
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+def test_groups_of_frames_are_what_hooks_on_the_source_make(name, k, fuse):
+    net, x = make(name, torch.float64)
+    fast = convert(name, net, x, k, fuse=fuse)
+    expected = run(oracle(name, net, k), x)
+    same(run(fast, x), expected, **CLOSE)
+    if set(IDIOMS[name].converted) != set(IDIOMS[name].exact):
+        assert not torch.equal(expected[0], run(net, x)[0]), "aggregation changes nothing here: the test sees nothing"
+
+
+@EVERY
+def test_other_numbers_of_samples_and_steps(name):
+    """N = 1 among them, for which folded frames look like others."""
+    net, x = make(name, torch.float64)
+    idiom, fast = IDIOMS[name], convert(name, net, x, 2)
+    batch_first = idiom.shape[0] == N
+    for steps, samples in ((T, 1), (T, 2), (4, 3), (1, 2), (5, 5)):
+        if len(idiom.shape) == 4:
+            steps, shape = T, (samples, *idiom.shape[1:])
+        else:
+            shape = ((samples, steps) if batch_first else (steps, samples)) + idiom.shape[2:]
+        z = inputs(idiom, torch.float64, 5, shape)
+        same(run(fast, z), run(oracle(name, net, 2, steps), z), **CLOSE)
+
+
+@EVERY
+def test_training_of_everything_but_batchnorm(name):
+    """Fine-tuning: gradients with the neurons in training mode, BatchNorm frozen."""
+    net, x = make(name, torch.float64)
+    fast = convert(name, net, x, 2)
+    sj_tac.freeze_bn(fast)
+    reference = oracle(name, net, 2)
+    fast.train()
+    reference.train()
+    for module in reference.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    same(run(fast, x), run(reference, x), **CLOSE)
+
+
+@EVERY
+def test_keys_copies_and_the_way_back(name):
+    net, x = make(name)
+    fast = convert(name, net, x, 2)
+    assert list(fast.state_dict()) == list(net.state_dict())
+    fast.load_state_dict(net.state_dict(), strict=True)
+    net.load_state_dict(fast.state_dict(), strict=True)
+    with torch.no_grad():
+        expected = fast(x)
+        for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+            functional.reset_net(again)
+            assert torch.equal(again(x), expected)
+        back = sj_tac.restore(fast)
+        assert [type(m) for m in back.modules()] == [type(m) for m in net.modules()]
+        functional.reset_net(back)
+        functional.reset_net(net)
+        assert torch.equal(back(x), net(x))
+
+
+@EVERY
+def test_set_k_changes_it_in_place(name):
+    net, x = make(name, torch.float64)
+    fast = convert(name, net, x, 2)
+    sj_tac.set_k(fast, 3)
+    same(run(fast, x), run(oracle(name, net, 3), x), **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [n for n, idiom in IDIOMS.items() if not idiom.exact])
+def test_compiled_it_is_the_same(name):
+    net, x = make(name, torch.float64)
+    fast = convert(name, net, x, 2)
+    with torch.no_grad():
+        expected = fast(x)
+        functional.reset_net(fast)
+        found = torch.compile(fast, backend="eager")(x)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_channels_are_what_the_oracle_expects():
+    assert C % 2 == 0
+    assert T % 2 == 1
+
+
+class Fading(OwnNeuron):
+    def __init__(self):
+        super().__init__(0.25)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_subclass_of_a_registered_neuron_has_its_decay_also_where_a_compiled_call_is_the_first():
+    net, x = make("registered", torch.float64)
+    net.node1 = Fading()
+    fast = pickle.loads(pickle.dumps(convert("registered", net, x, 2)))
+    assert host.decay(fast.node1, torch.float64) == 0.25
+    with torch.no_grad():
+        found = torch.compile(fast, backend="eager")(x)
+        functional.reset_net(fast)
+        torch.testing.assert_close(found, fast(x), **CLOSE)
+        assert not torch.equal(found, convert("registered", make("registered", torch.float64)[0], x, 2)(x))
