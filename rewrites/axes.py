@@ -17,6 +17,9 @@ from sj_tac.runtime.borders import Axes
 def find_axes(model: nn.Module, arguments: tuple[Any, ...], sample: Sample | None) -> Axes | None:
     """By trial: the dimension of an argument which, made longer by one, gives the neurons one step more.
 
+    A model that T is built into cannot be tried so. There the first dimension is time where it has the size T, and samples
+    where it has the size N; T then follows from what is folded.
+
     Args:
         sample: T and N that the neurons see for ``arguments``; None where no neuron was seen.
     """
@@ -28,6 +31,8 @@ def find_axes(model: nn.Module, arguments: tuple[Any, ...], sample: Sample | Non
     sizes = {at: arguments[at[0]].shape[at[1]] for at in places}
     steps = [at for at in places if sizes[at] == sample.steps]
     first = next((at for at in steps if _steps_of(model, _longer(arguments, *at)) == sample.steps + 1), None)
+    if first is None and sample.tells_folds:
+        first = next((at for at in steps if at[1] == 0), None)
     # Where time is known the batch is the other of the first two dimensions; else it is in front.
     if first is not None:
         beside = (first[0], 1 - first[1])
@@ -35,6 +40,17 @@ def find_axes(model: nn.Module, arguments: tuple[Any, ...], sample: Sample | Non
     else:
         batch = next((at for at in places if at[1] == 0 and sizes[at] == sample.batch), None)
     return Axes(names, ranks, first, batch)
+
+
+def time_axis(model: nn.Module, x: Tensor) -> int | None:
+    """The dimension of a model's only input that is time: made longer by one, it gives the neurons one step more.
+
+    None where neither of the first two is, as for images that the model repeats, or where no neuron runs.
+    """
+    before = _steps_of(model, (x,))
+    if before is None:
+        return None
+    return next((dim for dim in range(min(2, x.dim())) if _steps_of(model, _longer((x,), 0, dim)) == before + 1), None)
 
 
 def _longer(arguments: tuple[Any, ...], argument: int, dim: int) -> tuple[Any, ...]:

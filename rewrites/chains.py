@@ -57,15 +57,16 @@ def find_chains(
     closed: Mapping[str, str],
     linears: bool = False,
     broken: Mapping[str, Refusal] | None = None,
+    example: bool = False,
 ) -> dict[str, Chain | Refusal]:
     """A chain or the reason for none, for every conv among ``model.named_modules()``, in their order.
 
     Args:
         closed: modules that tracing could not look into, and why; linears: look at Linear layers too.
-        broken: registered modules that cannot be relied on, and why.
+        broken: registered modules that cannot be relied on, and why. example: there was a sample.
     """
     finder = _Finder(model, graph, closed)
-    finder.broken = broken or {}
+    finder.broken, finder.example = broken or {}, example
     wanted = [n for n, m in model.named_modules() if host.is_conv(m) or (linears and isinstance(m, nn.Linear))]
     return {name: finder.look(name) for name in wanted}
 
@@ -86,6 +87,7 @@ class _Reach:
 
 class _Finder:
     broken: Mapping[str, Refusal]
+    example: bool
 
     def __init__(self, model: nn.Module, graph: Graph, closed: Mapping[str, str]) -> None:
         self.graph, self.closed = graph, closed
@@ -99,7 +101,23 @@ class _Finder:
         if isinstance(site, Refusal):
             return site
         refusal = self.reject(conv, site)
-        return refusal or self.follow(name, self.graph.of(site))
+        if refusal is None:
+            return self.follow(name, self.graph.of(site))
+        if refusal.reason in (Reason.UNSUPPORTED_CONV, Reason.FOLD_UNSEEN) and not self.drives_any(self.graph.of(site)):
+            return Refusal(Reason.NO_NEURON, "nothing behind it is a neuron", (refusal.detail,))
+        return refusal
+
+    def drives_any(self, start: Node) -> bool:
+        """True where a neuron of any kind can be reached, through whatever there is."""
+        ahead, seen = [start], {start.index}
+        while ahead:
+            for reader in self.graph.readers(ahead.pop()):
+                if reader.kind is Kind.NEURON or (reader.module is not None and host.is_neuron(self.modules[reader.module])):
+                    return True
+                if reader.index not in seen:
+                    seen.add(reader.index)
+                    ahead.append(reader)
+        return False
 
     def site(self, name: str) -> str | Refusal:
         """The module that the graph calls for this conv."""
@@ -114,7 +132,8 @@ class _Finder:
                 return around
             label = f"it sits inside {around!r} ({type(self.modules[around]).__name__})"
             if around in self.closed:
-                label += f", where tracing stopped ({self.closed[around]}); pass example_input="
+                label += f", where tracing stopped ({self.closed[around]})"
+                label += "" if self.example else "; pass example_input="
             return Refusal(Reason.INSIDE_LEAF, label)
         return Refusal(Reason.NEVER_CALLED)
 
@@ -161,6 +180,9 @@ class _Finder:
             return Refusal(Reason.UNSUPPORTED_CONV, named)
         sample = self.graph.sample
         if sample is None:
+            if self.example:
+                unknown = "the sample shows no neuron of a known or registered class, which would say what T is"
+                return Refusal(Reason.UNSUPPORTED_NEURON, f"{named}; {unknown}")
             return Refusal(Reason.FOLD_UNSEEN, f"{named}; no sample was run")
         if node.ambiguous:
             return Refusal(Reason.FOLD_AMBIGUOUS, f"{named}; the sample has T={sample.steps} and N={sample.batch}")
@@ -243,12 +265,13 @@ class _Finder:
         readers = self.graph.readers(node)
         found = [self.through(node, reader) for reader in readers]
         problems = [r.problem for r in found if r.problem is not None]
-        if problems and len(problems) < len(found):
-            named = ", ".join(reader.label for reader in readers)
-            why = problems[0].detail
-            return _Reach(problem=Refusal(Reason.FAN_OUT, f"{node.label} is read by {named}; {why}"))
         if problems:
-            return _Reach(problem=problems[0])
+            first = problems[0]
+            others = dict.fromkeys(d for p in problems for d in (p.detail, *p.more) if d != first.detail)
+            if len(problems) < len(found):
+                named = ", ".join(reader.label for reader in readers)
+                first = Refusal(Reason.FAN_OUT, f"{node.label} is read by {named}; {first.detail}")
+            return _Reach(problem=replace(first, more=tuple(others)))
         neurons = tuple(sorted({i for r in found for i in r.neurons}))
         pool = next((r.max_pool for r in found if r.max_pool), None)
         return _Reach(neurons, pool, any(r.readout for r in found))
@@ -263,7 +286,7 @@ class _Finder:
             reach = self.known[reader.index]
             if reader.kind is Kind.SUM and reach.problem is not None and reach.problem.reason in _OF_SUMS:
                 detail = f"{reader.label} adds it to other frames, and of the sum: {reach.problem.detail}"
-                return _Reach(problem=Refusal(Reason.ADD_BEFORE_NEURON, detail))
+                return _Reach(problem=Refusal(Reason.ADD_BEFORE_NEURON, detail, reach.problem.more))
             if reader.module and host.kind(self.modules[reader.module]) in host.CONTAINERS and self.inner_max_pool(reader):
                 return replace(reach, max_pool=self.inner_max_pool(reader))
             return reach

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap, verify as verification
+from rewrites.observe import observe
 from rewrites.plan import Plan, analyse, report_on
 from rewrites.trace import as_arguments
 from sj_tac import host
@@ -32,13 +33,14 @@ class Recalibrated:
 
 @dataclass
 class Record:
-    """What a converted model carries: its plan, the hooks it was given, what its policy was chosen by."""
+    """What a converted model carries: its plan, its hooks, what its policy was chosen by, what a sample showed."""
 
     plan: Plan
     handles: list[RemovableHandle]
     title: str
     evidence: Any = None
     recalibrated: dict[str, Recalibrated] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def convert_with(
@@ -64,25 +66,39 @@ def convert_with(
     handles = swap.apply(plan, target)
     try:
         _verify(target, plan, example_input)
+        notes = () if inplace else _notes(model, target, plan, example_input)
     except BaseException:
         swap.undo(target, handles)
         raise
-    setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence))
+    setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence, notes=notes))
     return target
+
+
+def _notes(source: nn.Module, target: nn.Module, plan: Plan, example_input: Any) -> tuple[str, ...]:
+    """What the sample shows of the converted net beside its source."""
+    if plan.seen is None or not _runs_here(target, plan):
+        return ()
+    settings = [place.settings for place in plan.layout.drives.values()]
+    aggregates = any(s.k > 1 for s in settings)
+    return tuple(observe(source, target, as_arguments(example_input), aggregates=aggregates, timed=plan.fused))
+
+
+def _runs_here(target: nn.Module, plan: Plan) -> bool:
+    device = next((p.device.type for p in target.parameters()), "cpu")
+    return plan.backend != backends.CUPY or device == "cuda"
 
 
 def _verify(target: nn.Module, plan: Plan, example_input: Any) -> None:
     """Run the converted net once beside what was seen of its source."""
     if plan.seen is None:
         return
-    device = next((p.device.type for p in target.parameters()), "cpu")
     verification.verify(
         plan.seen,
         target,
         as_arguments(example_input),
         exact=all(s.k == 1 for s in plan.settings.values() if s.mode != "keep"),
         any_rate=plan.layout.emits_groups,
-        runs_here=plan.backend != backends.CUPY or device == "cuda",
+        runs_here=_runs_here(target, plan),
     )
 
 
@@ -97,7 +113,8 @@ def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_inpu
 def report(converted: nn.Module) -> Report:
     """What became of every conv of a converted model. MACs show once it has seen an input. Raises ConversionError."""
     record = record_of(converted, "report")
-    return replace(report_on(record.plan, converted, record.title), evidence=record.evidence)
+    found = report_on(record.plan, converted, record.title)
+    return replace(found, evidence=record.evidence, notes=(*found.notes, *record.notes))
 
 
 def check_plain(model: Any) -> None:

@@ -71,7 +71,7 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
     traced = trace(model, example_input)
     graph = read(model, traced.graph)
     broken = broken_promises(model, None if example_input is None else as_arguments(example_input))
-    chains = find_chains(model, graph, traced.closed, "linear" in checked.layers, broken)
+    chains = find_chains(model, graph, traced.closed, "linear" in checked.layers, broken, example_input is not None)
     resolved = checked.resolve(list(chains))
     if "conv" not in checked.layers:
         convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
@@ -140,7 +140,15 @@ class _Reporter:
                 verdicts.append(self.verdict(name))
             elif name in stretched:
                 verdicts.append(self.stretched(name, stretched.pop(name)))
-        return Report(tuple(verdicts), title)
+        return Report(tuple(verdicts), title, notes=self.notes())
+
+    def notes(self) -> tuple[str, ...]:
+        """Where time stands in the input, where that is not in front."""
+        axes = self.plan.axes
+        if axes is None or axes.batch is None or axes.steps in ((0, 0), None):
+            return ()
+        argument, dim = axes.steps or (0, 0)
+        return (f"the input {axes.names[argument]!r} has time in dimension {dim} and samples in dimension {axes.batch[1]}",)
 
     def stretched(self, name: str, span: Span) -> Verdict:
         detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"

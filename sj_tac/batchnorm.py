@@ -90,7 +90,7 @@ def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> N
             for norm in norms.values():
                 norm.reset_running_stats()
                 norm.momentum, norm.training = None, True
-            for number, batch in enumerate(read(batches)):
+            for number, batch in enumerate(read(batches, converted)):
                 run_batch(converted, batch.on(converted), number)
         finally:
             for name, norm in norms.items():

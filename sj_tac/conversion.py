@@ -132,8 +132,8 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
     seen = {name: converted.get_submodule(place.site)._tac.seen for name, place in places}  # type: ignore[union-attr]
     for handle in record.handles:
         handle.remove()
-    # What the policy was chosen by says nothing about another k.
-    setattr(converted, RECORD, replace(record, plan=plan, handles=swap.apply(plan, converted), evidence=None))
+    # What the policy was chosen by, and what a sample showed, says nothing about another k.
+    setattr(converted, RECORD, replace(record, plan=plan, handles=swap.apply(plan, converted), evidence=None, notes=()))
     for name, place in plan.layout.drives.items():
         converted.get_submodule(place.site)._tac.seen = seen[name]  # type: ignore[union-attr]
     return report(converted)

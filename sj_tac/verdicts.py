@@ -150,10 +150,11 @@ REASONS: dict[Reason, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason with the words of the case: which module, which shape, how often."""
+    """A reason with the words of the case: which module, which shape, how often. ``more``: what else is in the way."""
 
     reason: Reason
     detail: str = ""
+    more: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,8 @@ class Verdict:
         status: "converted", "kept" (by policy), "refused", or "stretched" (runs at the rate of a collapse before it).
         mode, k: of a converted layer; for a stretched neuron k is the inner steps it takes on a frame.
         kernel: the backend that runs it.
-        reason, detail, hint: why a layer was left alone, in this case, and what to do about it.
+        reason, detail, hint: why a layer was left alone, in this case, and what to do about it. obstacles: what else is in
+            the way of a refused one, the nearest first.
         macs_before, macs_after: multiply-accumulates of the convolution per sample; None until the net has seen a shape.
         reads: what is planned to come to a converted conv: "frames", "sums" that the neurons before it have made, "shared"
             frames, or "plain", ordinary frames at every border; last_read: what came in the last call, "frames of a value"
@@ -189,6 +191,7 @@ class Verdict:
     last_read: str = ""
     last_gave: str = ""
     exact: bool = False
+    obstacles: tuple[str, ...] = ()
     frames_made: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -204,7 +207,15 @@ class Verdict:
     def refuse(cls, layer: str, refusal: Refusal, **more: Any) -> Verdict:
         text, hint = REASONS[refusal.reason]
         status: Status = "kept" if refusal.reason is Reason.POLICY_KEEP else "refused"
-        return cls(layer, status, reason=refusal.reason.value, detail=refusal.detail or text, hint=hint, **more)
+        return cls(
+            layer,
+            status,
+            reason=refusal.reason.value,
+            detail=refusal.detail or text,
+            hint=hint,
+            obstacles=refusal.more,
+            **more,
+        )
 
 
 @dataclass(frozen=True)
@@ -214,6 +225,7 @@ class Report(Shown):
     verdicts: tuple[Verdict, ...]
     title: str = "sj_tac"
     evidence: Any = None  # what a policy "auto" was chosen by, an sj_tac.Evidence
+    notes: tuple[str, ...] = ()  # what was seen of the net as a whole, on the sample
 
     def _with(self, status: Status) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.status == status)
@@ -243,7 +255,10 @@ class Report(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: {"title": ..., "verdicts": [{"layer": ..., "status": ..., ...}]}."""
-        plain = {"title": self.title, "verdicts": [asdict(v) for v in self.verdicts]}
+        verdicts = [asdict(v) | {"obstacles": list(v.obstacles)} for v in self.verdicts]
+        plain: dict[str, Any] = {"title": self.title, "verdicts": verdicts}
+        if self.notes:
+            plain["notes"] = list(self.notes)
         return plain if self.evidence is None else plain | {"evidence": self.evidence.to_dict()}
 
     def __rich__(self) -> Table:
@@ -259,7 +274,8 @@ class Report(Shown):
         ):
             table.add_column(column, style=style, justify="right" if column == "k" else "left")
         for v in self.verdicts:
-            why = f"{v.reason}: {v.detail}" if v.reason else "; ".join(w for w in (v.detail, v.unplanned) if w)
+            also = "".join(f"; also: {obstacle}" for obstacle in v.obstacles[:2])
+            why = f"{v.reason}: {v.detail}{also}" if v.reason else "; ".join(w for w in (v.detail, v.unplanned) if w)
             table.add_row(v.layer, v.status, v.mode or "", str(v.k or ""), _macs(v), v.kernel or "", why)
         return table
 
@@ -272,7 +288,8 @@ class Report(Shown):
         counts = f"{len(self.converted)} converted, {len(self.stretched)} stretched, {len(self.kept)} kept"
         # Every hint once, however many layers it concerns.
         hints = {v.reason: v.hint for v in self.verdicts if v.reason and v.hint}
-        return "\n".join([f"{counts}, {len(self.refused)} refused{macs}", *(f"{r}: {h}" for r, h in hints.items())])
+        lines = [f"{counts}, {len(self.refused)} refused{macs}", *self.notes, *(f"{r}: {h}" for r, h in hints.items())]
+        return "\n".join(lines)
 
 
 def total_macs(verdicts: Sequence[Verdict]) -> tuple[int, int]:

@@ -218,7 +218,8 @@ def test_where_a_collapse_cannot_begin_it_says_why():
     verdict = sj_tac.plan(net, policy)["layer1.0.conv2"]
     # Its drive meets ordinary frames before its neuron: that is frames, as preserve gives them.
     assert (verdict.status, verdict.mode) == ("converted", "collapse")
-    assert "frames come back before its neuron: add() in 'layer1.0' (BasicBlock) joins frames at different rates" in verdict.detail
+    joins = "add() in 'layer1.0' (BasicBlock) joins frames at different rates"
+    assert f"frames come back before its neuron: {joins}" in verdict.detail
     with torch.no_grad():
         preserved = {"default": {"mode": "preserve"}}
         assert torch.equal(sj_tac.convert(net, policy)(x), sj_tac.convert(net, preserved)(x))

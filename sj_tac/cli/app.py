@@ -15,6 +15,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from sj_tac.batchnorm import recalibrate as recalibrate_
 from sj_tac.cli import load
@@ -48,7 +49,9 @@ Checkpoint = Annotated[Path | None, typer.Option(help="its state_dict (torch.sav
 Data = Annotated[str, typer.Option(help="frames: .npy, .npz, .pt, or package.module:factory")]
 Sample = Annotated[str | None, typer.Option(help="frames, as a sample input: .npy, .npz, .pt, or package.module:factory")]
 BatchSize = Annotated[int, typer.Option(min=1, help="what frames of a file are divided into")]
-BatchFirst = Annotated[bool, typer.Option("--batch-first", help="frames are [N, T, ...] instead of [T, N, ...]")]
+BatchFirst = Annotated[
+    bool, typer.Option("--batch-first", help="the net takes, and the frames are, [N, T, ...] instead of [T, N, ...]")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table")]
 PolicyOption = Annotated[str, typer.Option(help="preserve, collapse, keep, or a policy file")]
 K = Annotated[int, typer.Option(help="frames per convolution where the policy does not say")]
@@ -67,9 +70,9 @@ def _show(result: Shown, as_json: bool) -> None:
         (console if console.is_terminal else Console(width=125)).print(*result.parts())
 
 
-def _example(held: list[Any] | None) -> Any:
-    """One sample [T, 1, ...] of the batches, as an example input."""
-    return None if held is None else next(read(held)).frames[:, :1]
+def _example(held: list[Any] | None, net: nn.Module) -> Any:
+    """A few samples of the batches, as an example input."""
+    return None if held is None else next(read(held, net)).example()
 
 
 @app.command(epilog=EPILOG + "sj-tac plan nets:DigitNet --policy collapse --k 4 --data digits.npz")
@@ -83,8 +86,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """A dry run: what would become of every convolution, and why. Exit status 1 where none can be converted."""
-    held = load.batches(data, 1, batch_first) if data else None
-    found = plan_(load.model(model, checkpoint), policy, k, example_input=_example(held))
+    net = load.model(model, checkpoint)
+    held = load.batches(data, 2, batch_first, net) if data else None
+    found = plan_(net, policy, k, example_input=_example(held, net))
     _show(found, as_json)
     if not found.converted:
         raise typer.Exit(1)
@@ -105,11 +109,11 @@ def convert(
 ) -> None:
     """Convert a net and save it whole: class, weights and policy. Its state_dict fits the source's class, strictly."""
     net = load.model(model, checkpoint)
-    held = load.batches(data, batch_size, batch_first) if data else None
+    held = load.batches(data, batch_size, batch_first, net) if data else None
     if held is None and (recalibrate or policy == "auto"):
         raise load.UsageError(f"{'--recalibrate' if recalibrate else '--policy auto'} needs --data, batches to measure on")
     calibration = held if policy == "auto" else None
-    fast = convert_(net, policy, k, example_input=_example(held), calibration=calibration)
+    fast = convert_(net, policy, k, example_input=_example(held, net), calibration=calibration)
     if recalibrate:
         recalibrate_(fast, held)
     write_whole(out, lambda draft: torch.save(fast, draft))
@@ -132,7 +136,8 @@ def diagnose(
     """Is time signal (preserve it) or noise (collapse it) in this data?"""
     net = None if model is None else load.model(model, checkpoint)
     try:
-        found = diagnose_(load.batches(data, batch_size, batch_first), net, level=level, margin=margin, seed=seed)
+        held = load.batches(data, batch_size, batch_first, net)
+        found = diagnose_(held, net, level=level, margin=margin, seed=seed)
     except ValueError as error:
         raise error if isinstance(error, SjTacError) else load.UsageError(str(error)) from error
     _show(found, as_json)
@@ -154,7 +159,8 @@ def sensitivity(
     as_json: AsJson = False,
 ) -> None:
     """Convert every layer alone: what it changes, and what it saves."""
-    net, held = load.model(model, checkpoint), load.batches(data, batch_size, batch_first)
+    net = load.model(model, checkpoint)
+    held = load.batches(data, batch_size, batch_first, net)
     found = sensitivity_(net, held, ks, modes, layers=layers, rounds=rounds, seed=seed)
     if out is not None:
         found.save(out)
@@ -183,7 +189,8 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """The fastest policy within an accuracy budget, as a policy file. Exit status 1 where there is none."""
-    net, held = load.model(model, checkpoint), load.batches(data, batch_size, batch_first)
+    net = load.model(model, checkpoint)
+    held = load.batches(data, batch_size, batch_first, net)
     measure: Any = load.factory(metric, "metric") if metric and ":" in metric else metric
     found = search_(
         net, held, metric=measure, max_drop=max_drop, speedup=speedup, time_limit=time_limit, ks=ks or None, modes=modes,
@@ -213,7 +220,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """The net beside its conversions: accuracy, agreement, firing rate, MACs, milliseconds."""
-    net, held = load.model(model, checkpoint), load.batches(data, batch_size, batch_first)
+    net = load.model(model, checkpoint)
+    held = load.batches(data, batch_size, batch_first, net)
     rows = dict(_row(text) for text in policies)
     found = bench_(net, held, rows, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed)
     if out is not None:

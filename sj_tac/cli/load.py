@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rewrites.axes import time_axis
 from sj_tac.errors import SjTacError
 from sj_tac.policy import nearest
+from sj_tac.tuning.batches import Batch
 
 SUFFIXES = (".npy", ".npz", ".pt")
 FRAMES, LABELS = ("frames", "x", "data"), ("labels", "y", "targets")
@@ -98,16 +100,17 @@ def _state_dict(content: Any, path: Path) -> dict[str, Any]:
     raise UsageError(f"checkpoint {path} holds a {type(content).__name__}, not a state_dict")
 
 
-def batches(spec: str, batch_size: int, batch_first: bool) -> list[Any]:
-    """Batches of frames [T, N, ...] or (frames, labels), from a file of frames or from ``package.module:factory``.
+def batches(spec: str, batch_size: int, batch_first: bool, net: nn.Module | None = None) -> list[Any]:
+    """Batches of frames or (frames, labels), as the net takes them, from a file or from ``package.module:factory``.
 
     Args:
         spec: a .npy of frames, a .npz or .pt of ``frames`` and, where there are any, ``labels``; or a factory that returns
             batches, a tensor, or a pair (frames, labels).
-        batch_size: what a single tensor is divided into. batch_first: frames are [N, T, ...].
+        batch_size: what a single tensor is divided into. batch_first: frames are [N, T, ...], and the net takes them so;
+            without a net they are turned round. net: what takes them.
 
     Raises:
-        UsageError: no such file, another content, or a factory that fails.
+        UsageError: no such file, another content, a factory that fails, or a net that takes frames the other way round.
     """
     path = Path(spec)
     found: Any
@@ -124,19 +127,37 @@ def batches(spec: str, batch_size: int, batch_first: bool) -> list[Any]:
             raise UsageError(
                 f"data {spec!r} is a {type(found).__name__}; frames, a pair (frames, labels) or batches are wanted"
             )
-        return [_turned(item) for item in found] if batch_first else list(found)
+        items = list(found)
+        _check_order(net, items[0] if items else None, batch_first)
+        return [_turned(item) for item in items] if batch_first and net is None else items
     frames, labels = found
-    if batch_first and frames.dim() >= 2:
-        frames = frames.transpose(0, 1)
     if frames.dim() < 3:
         raise UsageError(f"data {spec!r} has shape {list(frames.shape)}; frames are [T, N, C, H, W]")
-    parts = frames.split(batch_size, dim=1)
+    if batch_first and net is None:
+        frames = frames.transpose(0, 1)
+    dim = 0 if batch_first and net is not None else 1
+    if labels is not None and len(labels) != frames.shape[dim]:
+        hint = "; --batch-first is for frames [N, T, ...]" if dim == 1 and len(labels) == frames.shape[0] else ""
+        order = "[T, N, ...]" if dim == 1 else "[N, T, ...]"
+        raise UsageError(f"data {spec!r} has {len(labels)} labels for frames {list(frames.shape)}, {order}{hint}")
+    _check_order(net, frames, batch_first)
+    parts = frames.split(batch_size, dim=dim)
     if labels is None:
         return list(parts)
-    if len(labels) != frames.shape[1]:
-        hint = "; --batch-first turns [N, T, ...] round" if len(labels) == frames.shape[0] else ""
-        raise UsageError(f"data {spec!r} has {len(labels)} labels for frames {list(frames.shape)}, [T, N, ...]{hint}")
     return [(part, labels[i * batch_size : (i + 1) * batch_size]) for i, part in enumerate(parts)]
+
+
+def _check_order(net: nn.Module | None, item: Any, batch_first: bool) -> None:
+    """Raise UsageError where the net is seen to take frames the other way round than they were said to be."""
+    frames = item[0] if isinstance(item, (tuple, list)) and len(item) == 2 else item
+    if net is None or not isinstance(frames, Tensor) or frames.dim() < 3 or 0 in frames.shape:
+        return
+    few = Batch(frames[:2] if batch_first else frames[:, :2]).on(net).frames
+    found = time_axis(net, few if few.is_floating_point() else few.float())
+    if found == 0 and batch_first:
+        raise UsageError("--batch-first: this net takes frames [T, N, ...]; turn the data round, and drop --batch-first")
+    if found == 1 and not batch_first:
+        raise UsageError("this net takes frames [N, T, ...]: give them in that order, with --batch-first")
 
 
 def _turned(item: Any) -> Any:

@@ -107,13 +107,15 @@ class Borders:
         return self.__dict__ | {"call": None}
 
     def check(self, x: Tensor, name: str) -> None:
-        """Raise InputError where a neuron runs other steps than those that the net's arguments have."""
-        steps = None if self.call is None else self.call.steps
-        if steps is not None and x.shape[0] != steps:
-            raise InputError(
-                f"layer {name!r} runs {x.shape[0]} steps, but the net's input has {steps}: its forward unfolds time by "
-                "another T than the input's; set the model's own T to that of its input"
-            )
+        """Raise InputError where a neuron is handed other frames [T, N, ...] than those that the net's arguments have."""
+        if self.call is None:
+            return
+        for found, wanted, what in zip(x.shape, self.call, ("steps", "samples"), strict=False):
+            if wanted is not None and found != wanted:
+                raise InputError(
+                    f"layer {name!r} runs {found} {what}, but the net's input has {wanted}: its forward unfolds time by "
+                    "another T than the input's; set the model's own T to that of its input"
+                )
 
     @property
     def are_plain(self) -> bool:

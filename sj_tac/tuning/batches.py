@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewrites.axes import time_axis
 from sj_tac.errors import BatchError
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Frames [T, N, ...] (floating point) and labels [N] (integer class indices), or None where there are none."""
+    """Frames [T, N, ...] (floating point) and labels [N] (integer class indices), or None where there are none.
+
+    Attributes:
+        batch_first: the net takes [N, T, ...].
+    """
 
     frames: Tensor
     labels: Tensor | None = None
+    batch_first: bool = False
 
     @property
     def steps(self) -> int:
@@ -27,18 +33,31 @@ class Batch:
     def samples(self) -> int:
         return self.frames.shape[1]
 
+    @property
+    def given(self) -> Tensor:
+        """The frames as the net takes them."""
+        return self.frames.transpose(0, 1).contiguous() if self.batch_first else self.frames
+
+    def example(self) -> Tensor:
+        """A few samples as the net takes them: as few as tell T from N, whether time is folded or not."""
+        samples = 3 if self.steps == 2 else 2
+        chosen = [i % self.samples for i in range(samples)]
+        return Batch(self.frames[:, chosen], None, self.batch_first).given
+
     def on(self, model: nn.Module) -> Batch:
         """The batch on the model's device."""
         device = next((t.device for t in [*model.parameters(), *model.buffers()]), self.frames.device)
-        return Batch(self.frames.to(device), None if self.labels is None else self.labels.to(device))
+        labels = None if self.labels is None else self.labels.to(device)
+        return Batch(self.frames.to(device), labels, self.batch_first)
 
 
-def read(batches: Any) -> Iterator[Batch]:
+def read(batches: Any, model: nn.Module | None = None) -> Iterator[Batch]:
     """Every batch, checked; they are read one by one, so that memory does not grow with the data.
 
     Args:
         batches: an iterable (a list, a DataLoader, a generator) of frames [T, N, C, H, W] or of (frames, labels) with
             labels [N]; a single tensor or pair of tensors counts as one batch. Whole-number frames become float32.
+        model: the net that takes them; where that takes [N, T, ...], so are the frames. Whether it does is tried.
 
     Raises:
         BatchError: no batch at all, something else than frames, no sample, one frame, T that changes, NaN or infinite
@@ -46,8 +65,11 @@ def read(batches: Any) -> Iterator[Batch]:
     """
     steps = None
     number = -1
+    batch_first = False
     for number, item in enumerate(_items(batches)):
-        batch = _checked(item, number)
+        if number == 0 and model is not None:
+            batch_first = _takes_batch_first(model, item)
+        batch = _checked(item, number, batch_first)
         if steps not in (None, batch.steps):
             raise BatchError(
                 f"batch {number} has T = {batch.steps} frames (shape {list(batch.frames.shape)}), those before it "
@@ -61,7 +83,7 @@ def read(batches: Any) -> Iterator[Batch]:
 
 def collect(batches: Any, model: nn.Module) -> list[Batch]:
     """All batches, in memory and where the model is, so that every candidate sees the same. Raises BatchError."""
-    found = [batch.on(model) for batch in read(batches)]
+    found = [batch.on(model) for batch in read(batches, model)]
     labelled = [batch.labels is not None for batch in found]
     if any(labelled) and not all(labelled):
         raise BatchError(
@@ -85,7 +107,16 @@ def _items(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def _checked(item: Any, number: int) -> Batch:
+def _takes_batch_first(model: nn.Module, item: Any) -> bool:
+    """Whether the net takes frames [N, T, ...], by trial on a few of them; nothing is said of what cannot be run."""
+    frames = item[0] if isinstance(item, (tuple, list)) and len(item) == 2 else item
+    if not isinstance(frames, Tensor) or frames.dim() < 3 or 0 in frames.shape:
+        return False
+    few = Batch(frames if frames.is_floating_point() else frames.float()).on(model).frames
+    return time_axis(model, few[:, :2]) != 0 and time_axis(model, few[:2]) == 1
+
+
+def _checked(item: Any, number: int, batch_first: bool = False) -> Batch:
     frames, labels = item, None
     if isinstance(item, (tuple, list)) and len(item) == 2:
         frames, labels = item
@@ -98,6 +129,9 @@ def _checked(item: Any, number: int) -> Batch:
         raise BatchError(f"batch {number} has shape {shape}; frames are [T, N, C, H, W] (at least [T, N, features])")
     if 0 in shape:
         raise BatchError(f"batch {number} is empty: its shape is {shape}, for [T, N, C, H, W]")
+    if batch_first:
+        frames = frames.transpose(0, 1)
+        shape = list(frames.shape)
     labels = _labels(labels, shape, number)
     if shape[0] < 2:
         raise BatchError(
@@ -111,7 +145,7 @@ def _checked(item: Any, number: int) -> Batch:
         raise BatchError(
             f"batch {number} (shape {shape}) has {bad} values that are NaN or infinite; mend or drop those samples"
         )
-    return Batch(frames, labels)
+    return Batch(frames, labels, batch_first)
 
 
 def _labels(labels: Any, shape: list[int], number: int) -> Tensor | None:

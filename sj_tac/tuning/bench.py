@@ -127,7 +127,7 @@ def bench(
     how = Measurement.read("bench", 9, options)
     check_plain(model)
     held = collect(batches, model)
-    example = held[0].frames[:, :1]
+    example = held[0].example()
     nets = host_configurations(model, compiled)
     hosts = set(nets)
     make: dict[str, Callable[[], nn.Module]] = {name: partial(nets.__getitem__, name) for name in nets}
@@ -146,7 +146,7 @@ def bench(
             # Compiled code has no modules to watch; it is the source's.
             rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
             bar.step(name)
-        taken = milliseconds_afresh(make, held[0].frames, how.rounds, SOURCE)
+        taken = milliseconds_afresh(make, held[0].given, how.rounds, SOURCE)
     best = min(taken[name] for name in hosts)
     rows = tuple(
         Row(

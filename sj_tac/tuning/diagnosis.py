@@ -115,7 +115,7 @@ def diagnose(
             layers[name] = Ordering(permutations, level, seed ^ zlib.crc32(name.encode()))
         layers[name].add(frames)
 
-    for number, batch in enumerate(read(batches)):
+    for number, batch in enumerate(read(batches, model)):
         steps = batch.steps
         whole.add(batch.frames)
         if model is not None:

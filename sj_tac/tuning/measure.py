@@ -22,7 +22,7 @@ Metric = Callable[[nn.Module, list[Any]], float]
 
 
 def run(net: nn.Module, frames: Tensor) -> Any:
-    """The net's output on frames [T, N, ...], from its reset state."""
+    """The net's output on frames as it takes them, from its reset state."""
     host.reset_memories(net)
     return net(frames)
 
@@ -30,7 +30,7 @@ def run(net: nn.Module, frames: Tensor) -> Any:
 def run_batch(net: nn.Module, batch: Batch, number: int) -> Any:
     """``run``, of which a failure names the batch. Raises BatchError."""
     try:
-        return run(net, batch.frames)
+        return run(net, batch.given)
     except Exception as error:
         raise BatchError(
             f"{type(net).__name__} does not run on {described(batch, number)} ({type(error).__name__}: {error})"
@@ -38,7 +38,7 @@ def run_batch(net: nn.Module, batch: Batch, number: int) -> Any:
 
 
 def described(batch: Batch, number: int) -> str:
-    return f"batch {number} of shape {list(batch.frames.shape)}"
+    return f"batch {number} of shape {list(batch.given.shape)}"
 
 
 def scores(net: nn.Module, batches: Sequence[Batch], decode: Decode | None = None, seed: int = 0) -> Tensor:
@@ -92,7 +92,7 @@ def firing(net: nn.Module, batches: Sequence[Batch]) -> dict[str, tuple[float, f
         handles = [m.register_forward_hook(hook(n)) for n, m in net.named_modules() if isinstance(m, host.neuron.BaseNode)]
         try:
             for batch in batches:
-                run(net, batch.frames)
+                run(net, batch.given)
         finally:
             for handle in handles:
                 handle.remove()
@@ -124,7 +124,7 @@ def in_turns(
 
 
 def milliseconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int) -> dict[str, float]:
-    """Medians of interleaved runs on frames [T, N, ...]; the nets are left as they were.
+    """Medians of interleaved runs on frames as they take them; the nets are left as they were.
 
     In its turn every net runs twice, and the second run counts: in use a net follows itself, not another that just filled
     the caches. Short runs get more rounds, up to five times as many, until half a second has been measured.

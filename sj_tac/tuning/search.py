@@ -107,7 +107,7 @@ def search(
     _check_numbers(max_drop, speedup, time_limit)
     check_plain(model)
     held = collect(batches, model)
-    space = Space.of(model, how.ks, how.modes, how.layers, held[0].steps, held[0].frames[:, :1])
+    space = Space.of(model, how.ks, how.modes, how.layers, held[0].steps, held[0].example())
     score = Score(metric, held, how.decode, how.seed)
     source = score.begin(model)
     goal = _goal(score.name, source, max_drop, speedup)
@@ -155,7 +155,7 @@ def search(
 def choose(model: nn.Module, batches: Any, **options: Any) -> Policy:
     """``search`` after ``diagnose``, whose verdict says which mode is searched layer by layer. Raises as ``search``."""
     check_plain(model)
-    given = [b.frames if b.labels is None else (b.frames, b.labels) for b in collect(batches, model)]
+    given = [b.given if b.labels is None else (b.given, b.labels) for b in collect(batches, model)]
     found: Diagnosis = diagnose(given)
     modes = ("collapse", "preserve") if found.verdict == "collapse" else ("preserve", "collapse")
     policy = search(model, given, **({"modes": modes} | options))

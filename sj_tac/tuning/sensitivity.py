@@ -118,7 +118,7 @@ def sensitivity(
     how = Measurement.read("sensitivity", 5, options)
     check_plain(model)
     held = collect(batches, model)
-    example = held[0].frames[:, :1]
+    example = held[0].example()
     space = Space.of(model, ks, modes, layers, held[0].steps, example)
     before = _Source(held, scores(model, held, how.decode, how.seed), firing(model, held), how)
     effects, source = [], []
@@ -131,7 +131,7 @@ def sensitivity(
                     nets[choice] = convert_with(model, policy, example_input=example, backend=how.backend)
                 except PolicyError as error:
                     effects.append(Effect(layer, choice.mode, choice.k, refused=str(error)))
-            taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].frames, how.rounds)
+            taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].given, how.rounds)
             source.append(taken[""])
             for choice, net in nets.items():
                 effects.append(_effect(layer, choice, net, before, taken))

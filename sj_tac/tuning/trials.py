@@ -62,7 +62,7 @@ class Score:
     def __call__(self, net: nn.Module) -> float:
         if not callable(self.metric):
             return accuracy(scores(net, self.batches, self.decode, self.seed).argmax(1), self.expected)
-        given: list[Any] = [b.frames if b.labels is None else (b.frames, b.labels) for b in self.batches]
+        given: list[Any] = [b.given if b.labels is None else (b.given, b.labels) for b in self.batches]
         with host.looked_at(net):
             torch.manual_seed(self.seed)
             value = self.metric(net, given)
@@ -117,7 +117,7 @@ class Trials:
 
     def net(self, choices: Choices) -> nn.Module:
         """The candidate converted, with MACs in its report. Raises PolicyError where a layer refuses."""
-        example = self.batches[0].frames[:, :1]
+        example = self.batches[0].example()
         return convert_with(self.source, self.space.policy(choices), example_input=example, backend=self.backend)
 
     def _measure(self, choices: Choices, name: str) -> Trial:
@@ -134,7 +134,7 @@ class Trials:
         macs, work = total_macs(verdicts)[1], int(sum((v.macs_after or 0) * self.weight(v.layer) for v in verdicts))
         if self.cost is not None:
             return Trial(plain, name, uniform, metric, self.baseline["source"] / self.cost(net), None, macs, work)
-        taken = milliseconds({"reference": self.reference, "net": net}, self.batches[0].frames, ROUNDS)
+        taken = milliseconds({"reference": self.reference, "net": net}, self.batches[0].given, ROUNDS)
         speedup = self.baseline["source"] / self.baseline["reference"] * taken["reference"] / taken["net"]
         return Trial(plain, name, uniform, metric, speedup, taken["net"], macs, work)
 
@@ -151,7 +151,7 @@ class Trials:
         if self.cost is not None:
             taken = {"source": float(self.cost(self.source))}
         else:
-            taken = milliseconds({"source": self.source, "reference": self.reference}, self.batches[0].frames, self.rounds)
+            taken = milliseconds({"source": self.source, "reference": self.reference}, self.batches[0].given, self.rounds)
         self.log.add({"baseline": taken})
         return taken
 
@@ -164,6 +164,6 @@ class Trials:
         every = {t.name: read_choices(t.choices, self.space.layers) for t in finalists}
         make = {name: partial(self.net, choices) for name, choices in every.items()}
         make["source"] = partial(deep_copy, self.source)
-        taken = milliseconds_afresh(make, self.batches[0].frames, self.rounds, "source")
+        taken = milliseconds_afresh(make, self.batches[0].given, self.rounds, "source")
         self.log.add({"final": names, "ms": taken})
         return taken

@@ -153,7 +153,7 @@ WRONG = [
     (2, "data torn.npz cannot be read", ["diagnose", "--data", "torn.npz"]),
     (2, "holds ['a', 'b']; frames are expected under 'frames'", ["diagnose", "--data", "others.npz"]),
     (2, "10 labels for frames [4, 3, 1, 2, 2]", ["diagnose", "--data", "labels.npz"]),
-    (2, "--batch-first turns [N, T, ...] round", ["diagnose", "--data", "turned.npz"]),
+    (2, "--batch-first is for frames [N, T, ...]", ["diagnose", "--data", "turned.npz"]),
     (2, "values that are NaN", ["diagnose", "--data", "nan.npy"]),
     (2, "has shape [4, 3]; frames are", ["diagnose", "--data", "flat.npy"]),
     (2, "level=2.0 must be in (0, 1)", ["diagnose", "--data", "good.npy", "--level", "2"]),

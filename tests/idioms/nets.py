@@ -26,7 +26,7 @@ def conv(inputs: int = C, outputs: int = C, size: int = 3) -> nn.Module:
 
 
 class Stem(nn.Module):
-    """Folded convolutions: flatten(0, 1), a bare conv and BatchNorm, reshape(T, N, ...), a neuron, a bare MaxPool on spikes."""
+    """Folded convolutions: flatten(0, 1), bare conv and BatchNorm, reshape(T, N, ...), neuron, a bare MaxPool on spikes."""
 
     def __init__(self, inputs: int = 2) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class StaticLayers(nn.Module):
 
 @dataclass(frozen=True)
 class Idiom:
-    """One net. ``converted``: the convs that an independent reader would convert; ``exact``: those whose frames are one frame.
+    """One net. ``converted``: the convs that an independent reader would convert; ``exact``: those of one frame alone.
 
     ``folded``: the convs that are handed [T * N, ...]. ``shape``: of the input.
     """

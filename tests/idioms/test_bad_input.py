@@ -1,0 +1,231 @@
+"""Folded nets, repeated images and registered classes where the call is not what the sample was."""
+
+import pytest
+import torch
+from idioms.nets import IMAGE, SIZE, N, Private, StaticLayers, T, Transformer, conv, lif
+from idioms.test_idioms import BITS, CLOSE, convert, make, oracle, run, same
+from spikingjelly.activation_based import functional, layer
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import InputError
+
+FOLDED = (T, N, 2, SIZE, SIZE)
+
+
+def test_without_a_sample_a_folded_net_says_what_it_needs():
+    class Net(FixedT):
+        def forward(self, x):
+            return self.lif(self.bn(self.conv(x.flatten(0, 1))).unflatten(0, (self.T, -1)))
+
+    with pytest.raises(sj_tac.errors.ConversionError, match=r"FOLD_UNSEEN: it is a torch.*Conv2d.*pass example_input="):
+        sj_tac.convert(Net())
+    with pytest.raises(sj_tac.errors.TraceError, match="pass example_input="):
+        sj_tac.convert(FixedT())
+
+
+@pytest.mark.parametrize("shape", [(T, 1, 2, SIZE, SIZE), (4, 4, 2, SIZE, SIZE)], ids=["one sample", "N is T"])
+def test_a_sample_that_cannot_tell_a_fold_says_so(shape):
+    net = Private()
+    with pytest.raises(sj_tac.errors.ConversionError, match=r"FOLD_AMBIGUOUS.*N >= 2 samples and N other than T"):
+        sj_tac.convert(net, example_input=torch.rand(shape))
+    assert type(net.features[0].module[0]) is nn.Conv2d
+
+
+def test_an_input_of_another_rank_is_one_clear_error():
+    class Either(Transformer):
+        def forward(self, x):
+            return super().forward(x.unsqueeze(0).repeat(T, 1, 1, 1, 1) if x.dim() < 5 else x)
+
+    net = Either().eval()
+    fast = sj_tac.convert(net, example_input=torch.rand(FOLDED))
+    with pytest.raises(InputError, match=r"converted for inputs of \[5\] dimensions, got \[4\].*convert it with such"):
+        fast(torch.rand(N, 2, SIZE, SIZE))
+    fast(torch.rand(FOLDED))
+
+
+class FixedT(nn.Module):
+    """T is an attribute, and the forward unfolds by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.T, self.conv, self.bn, self.lif = T, conv(2), nn.BatchNorm2d(6), lif()
+
+    def forward(self, x):
+        y = self.bn(self.conv(x.flatten(0, 1)))
+        return self.lif(y.reshape(self.T, -1, *y.shape[1:])).mean((-1, -2)).mean(0)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+def test_a_t_that_was_edited_is_one_clear_error(fuse):
+    fast = sj_tac.convert(FixedT().eval(), example_input=torch.rand(FOLDED), fuse=fuse)
+    fast.T = 3
+    with pytest.raises(InputError, match=r"(unfolded as 3 steps|runs 3 steps, but the net's input has 7)"):
+        fast(torch.rand(FOLDED))
+    fast.T = T
+    functional.reset_net(fast)
+    fast(torch.rand(FOLDED))
+
+
+def test_another_batch_for_a_net_of_fixed_t_is_fine():
+    net = FixedT().double().eval()
+    fast = sj_tac.convert(net, k=1, example_input=torch.rand(FOLDED, dtype=torch.float64))
+    x = torch.rand(T, 5, 2, SIZE, SIZE, dtype=torch.float64)
+    torch.testing.assert_close(fast(x), net(x), **CLOSE)
+
+
+def test_keyword_arguments_say_t_too():
+    net, x = make("folded", torch.float64)
+    fast = convert("folded", net, x, 2)
+    with torch.no_grad():
+        expected = fast(x)
+        functional.reset_net(fast)
+        assert torch.equal(fast(x=x), expected)
+
+
+def test_a_part_that_is_called_alone_runs_single_frames_where_nobody_says_t():
+    net, x = make("folded", torch.float64)
+    fast = convert("folded", net, x, 2)
+    fast(x)
+    functional.reset_net(fast)
+    with torch.no_grad():
+        y = fast.stem.conv1(x.flatten(0, 1))
+    torch.testing.assert_close(y, net.stem.conv1(x.flatten(0, 1)), **CLOSE)
+    assert type(y) is torch.Tensor
+
+
+def test_a_call_that_fails_leaves_nothing_for_the_next_one():
+    net, x = make("folded", torch.float64)
+    fast = convert("folded", net, x, 2)
+    with torch.no_grad():
+        expected = fast(x)
+        functional.reset_net(fast)
+        with pytest.raises(
+            InputError, match=r"layer 'stem.conv1' takes frames .* C=2, got a tensor of shape \[7, 4, 3, 8, 8\]"
+        ):
+            fast(torch.rand(T, 4, 3, SIZE, SIZE, dtype=torch.float64))
+        functional.reset_net(fast)
+        assert torch.equal(fast(x), expected)
+
+
+# ---- repeated images --------------------------------------------------------------------------------------------------
+class Encoded(StaticLayers):
+    """The trace sees an image that is expanded; a call may add to each frame what it likes."""
+
+    noise = None
+
+    def forward(self, x):
+        x = x.unsqueeze(0).expand(T, -1, -1, -1, -1)
+        if self.noise is not None:
+            x = x + self.noise.to(x)
+        x = self.lif0(self.pool(self.bn0(self.conv0(x))))
+        return self.lif1(self.bn1(self.conv1(x))).mean((-2, -1)).mean(0)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+def test_frames_that_are_not_alike_after_all_are_single_ones(fuse):
+    """A MaxPool in front of the neuron allows nothing but single frames there."""
+    source, x = make("static layers", torch.float64)
+    net = Encoded().double().eval()
+    net.load_state_dict(source.state_dict())
+    for own, other in zip((net.lif0, net.lif1), (source.lif0, source.lif1), strict=True):
+        own.v_threshold = other.v_threshold
+        own.train(other.training)
+    fast = convert("static layers", net, x, 2, fuse=fuse)
+    noise = torch.randn(T, 1, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    reference = oracle("static layers", net, 2)
+    for changed in (fast, reference):
+        changed.noise = noise
+    same(run(fast, x), run(reference, x), **CLOSE)
+    assert not torch.equal(run(fast, x)[0], run(source, x)[0])
+
+
+def test_frames_whose_gradients_are_wanted_are_single_ones():
+    source, _ = make("static layers", torch.float64)
+    net = Encoded().double().eval()
+    net.load_state_dict(source.state_dict())
+    fast = sj_tac.convert(net, "exact", example_input=inputs_of(IMAGE))
+    added = torch.zeros(T, 1, 3, SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+    for m in (*net.modules(), *fast.modules()):
+        m.train(type(m).__name__.endswith("LIFNode"))
+    x = inputs_of(IMAGE)
+    found = []
+    for each in (fast, net):
+        each.noise = added
+        (gradient,) = torch.autograd.grad(each(x).sum(), added)
+        found.append(gradient)
+    torch.testing.assert_close(*found, **CLOSE)
+
+
+def inputs_of(shape):
+    return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["static", "static layers"])
+@pytest.mark.parametrize(
+    "policy", ["exact", "keep", {"default": {"mode": "preserve", "k": 3}}], ids=["exact", "keep", "k=3"]
+)
+def test_what_is_alike_runs_once_under_any_policy(name, policy):
+    net, x = make(name)
+    fast = sj_tac.convert(net, policy, example_input=x)
+    report = sj_tac.report(fast)
+    (exact,) = [v for v in report.verdicts if v.exact]
+    assert exact.macs_after * T == exact.macs_before
+    calls = []
+    layer_ = fast.get_submodule(exact.layer)
+    layer_.register_forward_hook(lambda m, a, out: calls.append(m._tac.ran))
+    with torch.no_grad():
+        found = fast(x)
+        if policy in ("exact", "keep"):
+            assert torch.equal(found, net(x))
+    assert calls == ["one frame"]
+
+
+def test_exact_false_runs_every_frame():
+    net, x = make("static layers")
+    report = sj_tac.plan(
+        net, {"default": {"mode": "preserve", "k": 2, "exact": False, "approximate": True}}, example_input=x
+    )
+    assert not any(v.exact for v in report.verdicts)
+    assert report["conv0"].macs_after * 2 > report["conv0"].macs_before
+
+
+@pytest.mark.parametrize("settings", [{"normalize": False}, {"weights": "learned"}, {"mode": "collapse"}])
+def test_exact_is_for_weights_that_sum_to_one_and_for_preserve(settings):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.lif = layer.Conv2d(3, 4, 3, step_mode="m"), lif()
+
+        def forward(self, x):
+            return self.lif(self.conv(x.unsqueeze(0).repeat(T, 1, 1, 1, 1)))
+
+    report = sj_tac.plan(Plain(), {"default": {"k": 7} | settings}, example_input=torch.rand(IMAGE))
+    assert not report["conv"].exact
+
+
+def test_exact_takes_no_k():
+    with pytest.raises(sj_tac.errors.PolicyError, match=r'policy="exact" aggregates nothing, so that k=4'):
+        sj_tac.plan(Private(), "exact", 4)
+
+
+def test_a_stem_in_front_of_the_repeat_is_told_so():
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.norm, self.lif0 = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), lif()
+            self.conv, self.lif1 = layer.Conv2d(6, 6, 3, padding=1, step_mode="m"), lif()
+
+        def forward(self, x):
+            x = self.norm(self.stem(x))
+            x.unsqueeze_(0)
+            x = x.repeat(T, 1, 1, 1, 1)
+            return self.lif1(self.conv(self.lif0(x)))
+
+    report = sj_tac.plan(Stem().eval(), example_input=torch.rand(IMAGE))
+    assert report["stem"].reason == "ONCE_ALREADY"
+    assert report["conv"].status == "converted"
+
+
+def test_bits_are_compared_where_they_can_be():
+    assert BITS == {"rtol": 0, "atol": 0}
