@@ -67,7 +67,7 @@ class Kind(StrEnum):
     LINEAR = "linear"  # weighted sums of frames may pass
     AFFINE = "affine"  # weighted sums may pass where the weights sum to 1
     WRITTEN = "written"  # in place by a number: affine, but frames are made to write into
-    RESHAPE = "reshape"  # linear, but it may have T written into it; it may fold time, or unfold it
+    RESHAPE = "reshape"  # linear: other dimensions or a part of them, time folded or unfolded; collapsed time ends there
     ALIKE = "alike"  # every frame is treated alike, but not linearly
     READOUT = "readout"  # the mean or sum over time: behind it there are no frames
     FIXED = "fixed"  # whatever it does, it needs the frames of the input
@@ -248,7 +248,7 @@ def _shape_kind(node: fx.Node, others: list[Any], sample: Sample | None) -> Kind
         return _index_kind(node, 1 if folded else 2)
     if target in _PARTS:
         dim = node.kwargs.get("dim", others[1] if len(others) > 1 else 0)
-        return Kind.LINEAR if _are_inner([dim], node, sample) else Kind.FIXED
+        return Kind.RESHAPE if _are_inner([dim], node, sample) else Kind.FIXED
     if folded and after is Layout.FOLDED and target in _RESIZES | _INTERPOLATES:
         return Kind.LINEAR
     return _kept_kind(node, others, folded)
@@ -286,15 +286,15 @@ def _index_kind(node: fx.Node, kept: int) -> Kind:
     """Of ``x[index]``: a part of what was split, or of the dimensions behind the first ``kept``."""
     x, index = node.all_input_nodes[0], node.args[1]
     if x.target in _PARTS:
-        return Kind.LINEAR if type(index) is int else Kind.FIXED
+        return Kind.RESHAPE if type(index) is int else Kind.FIXED
     items, rank = list(index) if isinstance(index, tuple) else [index], len(x.meta.get("shape") or ())
     if not all(item is Ellipsis or isinstance(item, slice) or type(item) is int for item in items):
         return Kind.FIXED
     if items[0] is Ellipsis:
-        return Kind.LINEAR if len(items) - 1 <= rank - kept and Ellipsis not in items[1:] else Kind.FIXED
+        return Kind.RESHAPE if len(items) - 1 <= rank - kept and Ellipsis not in items[1:] else Kind.FIXED
     first = [item for item in items[:kept] if item is not Ellipsis]
     whole = len(first) == kept and all(item == slice(None) for item in first)
-    return Kind.LINEAR if whole and Ellipsis not in items[kept + 1 :] else Kind.FIXED
+    return Kind.RESHAPE if whole and Ellipsis not in items[kept + 1 :] else Kind.FIXED
 
 
 def _flat(items: Iterable[Any]) -> list[Any]:

@@ -40,6 +40,15 @@ def _refolded(x: Frames, folded: int | None, view: Function) -> Frames:
     return spikes.view_of(x, view)
 
 
+def _moved(x: Any, function: Function) -> Any:
+    """``function`` of every frame, whose frames are views of those of ``x``; collapsed time ends there, as in the trace."""
+    if isinstance(x, (Shared, Spikes)) and x.means is not None:
+        return NotImplemented
+    if isinstance(x, Shared) and (x.merges or x.expression.groups.frames is not x.expression.groups.steps):
+        return NotImplemented
+    return viewed(x, function)
+
+
 def _batch(x: Frames) -> int:
     return x.dims[1] if x.folded is None else x.folded
 
@@ -66,9 +75,9 @@ def _reshaped(x: Frames, shape: Sequence[int], view: Function) -> Any:
         return _refolded(x, None, view)
     # Frames of one sample look the same folded and not: there, a shape has time in front as it had before.
     if x.folded is None and sizes[:2] == [steps, batch]:
-        return viewed(x, lambda t: t.reshape(t.shape[0], *sizes[1:]))
+        return _moved(x, lambda t: t.reshape(t.shape[0], *sizes[1:]))
     if x.folded is not None and sizes[0] == steps * batch:
-        return viewed(x, lambda t: t.reshape(t.shape[0], *sizes[1:]))
+        return _moved(x, lambda t: t.reshape(t.shape[0], *sizes[1:]))
     if sizes[:2] == [steps, batch] or sizes[0] == steps * batch:
         # Folded or unfolded, and another shape behind, in one go.
         first = _refolded(
@@ -117,7 +126,7 @@ def _unflatten(function: Any, args: Any, kwargs: Any) -> Any:
         if -1 in first:
             first[first.index(-1)] = x.dims[0] // -math.prod(first)
         return _reshaped(x, [*first, *x.dims[1:]], lambda t: function(t, dim, sizes))
-    return viewed(x, lambda t: function(t, dim, sizes)) if dim >= inner(x) else NotImplemented
+    return _moved(x, lambda t: function(t, dim, sizes)) if dim >= inner(x) else NotImplemented
 
 
 @handles(Tensor.reshape, Tensor.view, torch.reshape)
@@ -145,7 +154,7 @@ def _squeeze(function: Any, args: Any, kwargs: Any) -> Any:
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     if not isinstance(x, Frames) or not x.intact or type(dim) is not int:
         return NotImplemented
-    return viewed(x, lambda t: function(t, dim)) if dim >= inner(x) else NotImplemented
+    return _moved(x, lambda t: function(t, dim)) if dim >= inner(x) else NotImplemented
 
 
 @handles(Tensor.contiguous)
@@ -160,7 +169,7 @@ def _transpose(function: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or not isinstance(x, Frames) or not x.intact or len(dims) != 2 or not all(type(d) is int for d in dims):
         return NotImplemented
     a, b = (d % len(x.dims) for d in dims)
-    return viewed(x, lambda t: function(t, a, b)) if min(a, b) >= inner(x) else NotImplemented
+    return _moved(x, lambda t: function(t, a, b)) if min(a, b) >= inner(x) else NotImplemented
 
 
 @handles(Tensor.permute, torch.permute)
@@ -171,7 +180,7 @@ def _permute(function: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or not isinstance(x, Frames) or not x.intact or not all(type(d) is int for d in dims):
         return NotImplemented
     order, kept = [d % len(x.dims) for d in dims], inner(x)
-    return viewed(x, lambda t: t.permute(order)) if order[:kept] == [*range(kept)] else NotImplemented
+    return _moved(x, lambda t: t.permute(order)) if order[:kept] == [*range(kept)] else NotImplemented
 
 
 @handles(Tensor.__getitem__)
@@ -191,7 +200,7 @@ def _index(function: Any, args: Any, kwargs: Any) -> Any:
     kept = inner(x)
     if Ellipsis in items or len(items) <= kept or any(item != slice(None) for item in items[:kept]):
         return NotImplemented
-    return viewed(x, lambda t: t[tuple(items)])
+    return _moved(x, lambda t: t[tuple(items)])
 
 
 @handles(torch.chunk, Tensor.chunk, torch.split, Tensor.split)
@@ -208,7 +217,7 @@ def _split(function: Any, args: Any, kwargs: Any) -> Any:
     sizes = [len(part) for part in function(torch.empty(x.dims[dim], device="meta"), size)]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [
-        viewed(x, partial(torch.narrow, dim=dim - len(x.dims), start=a, length=n))
+        _moved(x, partial(torch.narrow, dim=dim - len(x.dims), start=a, length=n))
         for a, n in zip(starts, sizes, strict=True)
     ]
     return NotImplemented if any(part is NotImplemented for part in parts) else tuple(parts)

@@ -8,7 +8,8 @@ from torch import Tensor
 from sj_tac.runtime.entries import is_usable
 from sj_tac.runtime.expressions import Computed, Made, SharedExpression
 from sj_tac.runtime.groups import Groups, even, sums
-from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes
+from sj_tac.runtime.table import TABLE
+from sj_tac.runtime.values import Frames, Shared, Spikes
 
 T, N, C = 5, 2, 4
 SHAPE = (N, C, 6, 6)
