@@ -15,10 +15,7 @@ from sj_tac.runtime.borders import Axes
 
 
 def find_axes(model: nn.Module, arguments: tuple[Any, ...], sample: Sample | None) -> Axes | None:
-    """By trial: the dimension of an argument which, made longer by one, gives the neurons one step more.
-
-    A model that T is built into cannot be tried so. There the first dimension is time where it has the size T, and samples
-    where it has the size N; T then follows from what is folded.
+    """By trial: the dimension of an argument which, made longer by one, gives the neurons one step, or one sample, more.
 
     Args:
         sample: T and N that the neurons see for ``arguments``; None where no neuron was seen.
@@ -28,18 +25,16 @@ def find_axes(model: nn.Module, arguments: tuple[Any, ...], sample: Sample | Non
     names = tuple(inspect.signature(model.forward).parameters)
     ranks = tuple(x.dim() if isinstance(x, Tensor) else -1 for x in arguments)
     places = [(i, d) for i, x in enumerate(arguments) if isinstance(x, Tensor) for d in range(min(2, x.dim()))]
-    sizes = {at: arguments[at[0]].shape[at[1]] for at in places}
-    steps = [at for at in places if sizes[at] == sample.steps]
-    first = next((at for at in steps if _steps_of(model, _longer(arguments, *at)) == sample.steps + 1), None)
-    if first is None and sample.tells_folds:
-        first = next((at for at in steps if at[1] == 0), None)
-    # Where time is known the batch is the other of the first two dimensions; else it is in front.
-    if first is not None:
-        beside = (first[0], 1 - first[1])
-        batch = beside if sizes.get(beside) == sample.batch else None
-    else:
-        batch = next((at for at in places if at[1] == 0 and sizes[at] == sample.batch), None)
-    return Axes(names, ranks, first, batch)
+    found: list[tuple[int, int] | None] = [None, None]
+    if _seen(model, arguments) == (sample.steps, sample.batch):
+        for which, size in enumerate((sample.steps, sample.batch)):
+            more = [sample.steps, sample.batch]
+            more[which] += 1
+            for at in places:
+                if arguments[at[0]].shape[at[1]] == size and _seen(model, _longer(arguments, *at)) == tuple(more):
+                    found[which] = at
+                    break
+    return Axes(names, ranks, found[0], found[1])
 
 
 def time_axis(model: nn.Module, x: Tensor) -> int | None:
@@ -47,10 +42,12 @@ def time_axis(model: nn.Module, x: Tensor) -> int | None:
 
     None where neither of the first two is, as for images that the model repeats, or where no neuron runs.
     """
-    before = _steps_of(model, (x,))
-    if before is None:
-        return None
-    return next((dim for dim in range(min(2, x.dim())) if _steps_of(model, _longer((x,), 0, dim)) == before + 1), None)
+    before = _seen(model, (x,))
+    for dim in range(min(2, x.dim())) if before is not None else ():
+        after = _seen(model, _longer((x,), 0, dim))
+        if before is not None and after is not None and after[0] == before[0] + 1:
+            return dim
+    return None
 
 
 def _longer(arguments: tuple[Any, ...], argument: int, dim: int) -> tuple[Any, ...]:
@@ -62,12 +59,12 @@ class _Enough(Exception):
     pass
 
 
-def _steps_of(model: nn.Module, arguments: tuple[Any, ...]) -> int | None:
-    """T of a call as its first neuron sees it; None where the call fails before."""
-    seen: list[int] = []
+def _seen(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """T and N of a call as its first neuron sees them; None where the call fails before."""
+    seen: list[tuple[int, ...]] = []
 
     def look(module: nn.Module, args: Any) -> None:
-        seen.append(args[0].shape[0])
+        seen.append(tuple(args[0].shape[:2]))
         raise _Enough
 
     with host.looked_at(model):

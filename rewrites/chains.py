@@ -17,6 +17,7 @@ from rewrites.graph import Graph, Node
 from rewrites.layouts import Layout
 from rewrites.operations import CARRIES_DRIVES, Kind, site_layer
 from sj_tac import host
+from sj_tac.runtime.swaps import clash
 from sj_tac.verdicts import Reason, Refusal
 
 
@@ -143,6 +144,10 @@ class _Finder:
             return Refusal(Reason.CALLED_TWICE, f"one forward calls it {self.calls[site]} times")
         if parametrize.is_parametrized(conv):
             return Refusal(Reason.PARAMETRIZED)
+        if clash(conv):
+            return Refusal(
+                Reason.UNSUPPORTED_CONV, f"its attribute {clash(conv)!r} has a name that a converted layer needs itself"
+            )
         if self.is_once_already(self.graph.of(site)):
             return Refusal(Reason.ONCE_ALREADY)
         # What a container holds was looked at where it was found to be a site.

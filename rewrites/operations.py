@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from rewrites.buffers import is_whole, written
 from rewrites.layouts import Layout, Sample
 from sj_tac import host
+from sj_tac.runtime.swaps import clash
 
 _SUMS = {operator.add, operator.iadd, operator.sub, operator.isub, torch.add, torch.sub, "add", "add_", "sub", "sub_"}
 _CATS = {torch.cat, torch.concat, torch.concatenate}
@@ -143,7 +144,7 @@ def _layouts(node: fx.Node, sample: Sample | None) -> tuple[Layout, Layout]:
 def module_kind(module: nn.Module) -> Kind:
     """What a module does to frames [T, N, ...], by its class and step mode."""
     kind = host.kind(module)
-    if not host.is_multi_step(module) or parametrize.is_parametrized(module):
+    if not host.is_multi_step(module) or parametrize.is_parametrized(module) or clash(module):
         return Kind.FIXED
     if kind in host.NEURONS or host.is_registered_neuron(module):
         return Kind.NEURON
@@ -165,7 +166,7 @@ def module_kind(module: nn.Module) -> Kind:
 def folded_kind(module: nn.Module) -> Kind:
     """What one of torch's own modules does to folded frames [T * N, ...]: it treats all that is in a batch alike."""
     kind = host.kind(module)
-    if parametrize.is_parametrized(module):
+    if parametrize.is_parametrized(module) or clash(module):
         return Kind.FIXED
     if host.is_registered_affine(module):
         return Kind.AFFINE

@@ -55,7 +55,9 @@ class Plan:
 
     def under(self, model: nn.Module, settings: dict[str, Settings], entry: Span = PLAIN) -> Plan:
         """The plan of ``model`` under other settings; ``entry``: what a frame of its input stands for. Changes nothing."""
-        layout = lay_out(model, self.graph, self.chains, settings, entry)
+        axes = self.axes
+        knows = axes is not None and (axes.steps is not None or axes.batch is not None)
+        layout = lay_out(model, self.graph, self.chains, settings, entry, knows)
         fusion = fuse(model, self.graph, self.chains, layout, self.backend) if self.fused else Fusion()
         return replace(self, settings=settings, layout=layout, fusion=fusion)
 

@@ -104,9 +104,18 @@ def _neuron_problem_on(module: nn.Module, x: Tensor) -> str:
 
 
 def _affine_problem(module: nn.Module, x: Tensor) -> str:
-    """What an affine module breaks on a batch [M, ...], frames or folded ones."""
+    """What an affine module breaks on a batch [M, ...], as it is and with other parameters, as training may find them."""
+    generator = torch.Generator().manual_seed(0)
+    moved = copy.deepcopy(module).double()
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+            parameter.add_(noise + 0.5)
+    return _affine_problem_of(copy.deepcopy(module).double(), x) or _affine_problem_of(moved, x)
+
+
+def _affine_problem_of(wide: nn.Module, x: Tensor) -> str:
     try:
-        wide: nn.Module = copy.deepcopy(module).double()
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for _ in range(2))
         together = _run(wide, a)

@@ -100,10 +100,11 @@ def lay_out(
     chains: Mapping[str, Chain | Refusal],
     settings: Mapping[str, Settings],
     entry: Span = PLAIN,
+    knows_time: bool = True,
 ) -> Layout:
     """Places for all chains under ``settings``; what cannot be, in ``refused``. Changes nothing.
 
-    ``entry`` is what a frame of the input stands for.
+    ``entry`` is what a frame of the input stands for; ``knows_time``: a call can tell T of folded frames.
 
     One value after another gets its span. Where a chain turns out to be impossible the walk begins again without it.
     """
@@ -116,6 +117,8 @@ def lay_out(
             continue
         if chain.max_pool and not settings[name].approximate and name not in repeated:
             refused[name] = Refusal(Reason.POOL_BEFORE_NEURON, f"{chain.max_pool!r} stands between it and the neuron")
+        elif chain.folded and not knows_time:
+            refused[name] = Refusal(Reason.TIME_UNKNOWN)
         elif chain.folded and settings[name].mode == "collapse":
             refused[name] = Refusal(Reason.COLLAPSE_FOLDED)
     while True:
@@ -132,10 +135,8 @@ def _effective(chain: Chain | Refusal, settings: Settings) -> tuple[Settings, bo
     exact = isinstance(chain, Chain) and chain.repeated and settings.exact and settings.normalize
     if not isinstance(chain, Chain) or not exact or settings.mode == "collapse" or settings.weights == "learned":
         return settings, False
-    if settings.mode == "keep" or (chain.max_pool and not settings.approximate):
-        # Frames that turn out to differ after all are then single ones.
-        settings = settings.model_copy(update={"mode": "preserve", "k": 1})
-    return settings, True
+    # Frames that turn out to differ after all are single ones, in compiled calls, too, which cannot look.
+    return settings.model_copy(update={"mode": "preserve", "k": 1}), True
 
 
 class _Walk:

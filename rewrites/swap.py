@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from rewrites.chains import Chain
 from rewrites.plan import Plan
 from sj_tac import host
 from sj_tac.kernels import reference
@@ -28,15 +29,20 @@ def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
     absorb_all(plan, model, borders)
     handles = [
         model.register_forward_pre_hook(
-            Enter(borders, plan.fusion.readers, plan.axes if layout.folds else None), prepend=True, with_kwargs=True
+            # Behind the user's own hooks, which may hand on other arguments.
+            Enter(borders, plan.fusion.readers, plan.axes if layout.folds else None),
+            with_kwargs=True,
         ),
         # In front of the user's own hooks, which then see ordinary frames.
         model.register_forward_hook(Leave(borders, layout.emits_groups), prepend=True),
     ]
     modules = dict(model.named_modules())
+    looking = {n for c in plan.chains.values() if isinstance(c, Chain) and c.folded for n in c.neurons}
     for name in layout.ends:
         if not is_swapped(modules[name]):
-            handles.append(modules[name].register_forward_pre_hook(Ordinary(), prepend=True))
+            handles.append(
+                modules[name].register_forward_pre_hook(Ordinary(name, borders if name in looking else None), prepend=True)
+            )
     host.forget_reset_cache(model)
     return handles
 

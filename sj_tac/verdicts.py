@@ -37,6 +37,7 @@ class Reason(StrEnum):
     K_NOT_WHOLE = "K_NOT_WHOLE"
     FOLD_UNSEEN = "FOLD_UNSEEN"
     FOLD_AMBIGUOUS = "FOLD_AMBIGUOUS"
+    TIME_UNKNOWN = "TIME_UNKNOWN"
     NEURON_FOLDED = "NEURON_FOLDED"
     COLLAPSE_FOLDED = "COLLAPSE_FOLDED"
     ONCE_ALREADY = "ONCE_ALREADY"
@@ -120,6 +121,10 @@ REASONS: dict[Reason, tuple[str, str]] = {
     Reason.FOLD_AMBIGUOUS: (
         "the sample has one sample, or as many as steps, so that folded frames [T * N, ...] cannot be told from others",
         "pass an example_input with N >= 2 samples and N other than T",
+    ),
+    Reason.TIME_UNKNOWN: (
+        "it folds time, and neither T nor N of the neurons is the size of a dimension of forward's arguments",
+        "let forward take frames whose T or N is that of the neurons: cut, pad or join them before the net is called",
     ),
     Reason.NEURON_FOLDED: (
         "the neuron is handed folded frames [T * N, ...], so it steps through all samples one after the other",

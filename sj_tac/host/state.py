@@ -16,6 +16,7 @@ from spikingjelly.activation_based import base, functional
 from torch import Tensor, nn
 
 from sj_tac.host.neurons import resting_voltage
+from sj_tac.host.registry import is_registered_neuron
 from sj_tac.host.types import IS_V2
 
 
@@ -56,10 +57,11 @@ def reset(model: nn.Module) -> None:
 
 
 def reset_memories(model: nn.Module) -> None:
-    """``reset`` of the host's own stateful modules alone: what else of the user's has a ``reset`` is not called."""
+    """``reset`` of the host's own stateful modules and of registered neurons: what else has a ``reset`` is not called."""
     for module in model.modules():
-        if isinstance(module, base.MemoryModule):
-            module.reset()
+        reset: Any = getattr(module, "reset", None)
+        if isinstance(module, base.MemoryModule) or (callable(reset) and is_registered_neuron(module)):
+            reset()
 
 
 def forget_reset_cache(model: nn.Module) -> None:

@@ -78,12 +78,16 @@ class Axes(NamedTuple):
         """T and N of a call. Raises InputError where an argument has other dimensions than in the sample."""
         given = [*args, *(kwargs.get(name) for name in self.names[len(args) :])]
         found = tuple(x.dim() if isinstance(x, Tensor) else -1 for x in given)[: len(self.ranks)]
-        if found != self.ranks:
+        if any(a != b for a, b in zip(found, self.ranks, strict=False) if a >= 0 and b >= 0):
             raise InputError(
                 f"the net was converted for inputs of {list(self.ranks)} dimensions, got {list(found)}: it folds time "
                 "into the batch, and its forward may take another way for these; convert it with such an example_input"
             )
-        return Call(*[None if at is None else int(given[at[0]].shape[at[1]]) for at in (self.steps, self.batch)])
+        steps, batch = (
+            int(given[at[0]].shape[at[1]]) if at is not None and isinstance(given[at[0]], Tensor) else None
+            for at in (self.steps, self.batch)
+        )
+        return Call(steps, batch)
 
 
 @dataclass
@@ -92,6 +96,7 @@ class Borders:
 
     Attributes:
         call: T and N of the net's call that is running, for frames that were folded before they became values; else None.
+        last: those of the call before, for what autograd runs again (checkpoints).
         fused: values may pass; False is the definition.
         alike: it is looked whether frames are one frame T times over, where the trace says so.
         watched: when the net was last called while autograd recorded, something stood between its modules that autograd's
@@ -102,19 +107,28 @@ class Borders:
     watched: bool = False
     alike: bool = True
     call: Call | None = None
+    last: Call | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"call": None}
+        return self.__dict__ | {"call": None, "last": None}
+
+    def now(self) -> Call | None:
+        """T and N of the call that is running, or is run again by a backward."""
+        if self.call is None and self.last is not None and not torch.compiler.is_compiling():
+            return self.last if torch._C._current_graph_task_id() != -1 else None
+        return self.call
 
     def check(self, x: Tensor, name: str) -> None:
         """Raise InputError where a neuron is handed other frames [T, N, ...] than those that the net's arguments have."""
-        if self.call is None:
+        call = self.now()
+        if call is None:
             return
-        for found, wanted, what in zip(x.shape, self.call, ("steps", "samples"), strict=False):
+        for found, wanted, what in zip(x.shape, call, ("steps", "samples"), strict=False):
             if wanted is not None and found != wanted:
                 raise InputError(
                     f"layer {name!r} runs {found} {what}, but the net's input has {wanted}: its forward unfolds time by "
-                    "another T than the input's; set the model's own T to that of its input"
+                    "another T than its input has, or cuts and pads time; set the model's own T, if it has one, or "
+                    "convert it with an example_input of this size"
                 )
 
     @property

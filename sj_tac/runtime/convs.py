@@ -111,8 +111,14 @@ class DriveModule(nn.Module):
         """What came as frames [T, N, ...]; None where they were folded and nobody knows how."""
         frames: Tensor | None = x
         if self._folds:
-            call = self._tac.borders.call
+            call = self._tac.borders.now()
             frames = None if call is None or not x.dim() else call.frames(x)
+            if frames is None and self._tac.k > 1:
+                raise InputError(
+                    f"layer {self._tac.name!r} is handed {list(x.shape)}, and nobody says how time is folded there"
+                    + (f" (the net's input has T={call.steps}, N={call.batch})" if call is not None else "")
+                    + ": call the converted net itself, not a part or a method of it; set_k(net, 1) runs single frames"
+                )
         if frames is not None:
             self._check(frames)
         return frames

@@ -117,14 +117,31 @@ class NormModule(_LearningNorm):
 
     def _of_compact(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Compact frames, each of which stands for ``lengths`` frames."""
-        if not self.training or lengths[-1] == lengths[0]:
+        if not self.training:
             return self._run(x)
+        if lengths[-1] == lengths[0] and x.numel() > x.shape[2]:
+            return self._run_alike(x, lengths[0])
         plain = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
         # torch's own BatchNorm knows what to do without samples.
         if self._is_plain_norm and plain and x.numel():
             self._note_learning()
             return weighted_batch_norm(self, x, lengths)
         return reference.first(self._run(reference.repeat(x, lengths)), lengths)
+
+    def _run_alike(self, x: Tensor, length: int) -> Tensor:
+        """In training, of compact frames that stand for ``length`` frames each: the statistics are those of all frames."""
+        var = self.running_var
+        if length == 1 or var is None:
+            return self._run(x)
+        before = var.clone()
+        y = self._run(x)
+        # The running variance is the unbiased one, of as many values as there are frames.
+        share = 1 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
+        n = x.numel() // x.shape[2]
+        more = (n - 1) / n * (n * length) / (n * length - 1) - 1
+        with torch.no_grad():
+            var.add_((var - (1 - share) * before) * more)
+        return y
 
     def _run(self, x: Tensor) -> Tensor:
         """The source's own norm on [any, N, C, ...]."""

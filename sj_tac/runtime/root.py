@@ -54,18 +54,27 @@ class Leave:
         self.borders, self.emits_groups = borders, emits_groups
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self.borders.call = None
+        self.borders.last, self.borders.call = self.borders.call, None
         if self.emits_groups and isinstance(output, Shared):
             return compact_frames(output)
         return as_plain(output)
 
 
 class Ordinary:
-    """Forward pre-hook of a module at which the trace saw a collapsed region end: it gets ordinary frames."""
+    """Forward pre-hook of a module that gets ordinary frames: a registered neuron, or where a collapsed region ended.
+
+    Args:
+        borders: given for a neuron whose drives were folded, which looks at T.
+    """
 
     of_sj_tac = True
 
+    def __init__(self, name: str, borders: Borders | None = None) -> None:
+        self.name, self.borders = name, borders
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if self.borders is not None and args and isinstance(args[0], Tensor):
+            self.borders.check(args[0], self.name)
         return tuple(ordinary(x, type(module).__name__) for x in args)
 
 

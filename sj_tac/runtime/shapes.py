@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import InputError
-from sj_tac.runtime.entries import Function, Handlers, entering, inner, viewed
+from sj_tac.runtime.entries import Function, Handlers, entering, inner, per_frame, viewed
 from sj_tac.runtime.expressions import Made
 from sj_tac.runtime.values import Frames, Shared, Spikes
 
@@ -27,7 +27,7 @@ def _refolded(x: Frames, folded: int | None, view: Function) -> Frames:
     if isinstance(x, Shared):
         made = Shared.of(x.expression, x.means, folded)
         made.merges, made.normalize = x.merges, x.normalize
-        made.maker = x.maker
+        made.maker, made._strided = x.maker, x._strided
         return made.view_of(x, view)
     assert isinstance(x, Spikes)
     rest, batch = x.dims[inner(x) :], _batch(x)
@@ -36,17 +36,23 @@ def _refolded(x: Frames, folded: int | None, view: Function) -> Frames:
     spikes = Spikes.of(
         x.expression, new, like, sums=x.sums, pooled=x.pooled, folded=None if folded is None else (x.steps, batch)
     )
-    spikes.maker, spikes.means = x.maker, x.means
+    spikes.maker, spikes.means, spikes._strided = x.maker, x.means, x._strided
     return spikes.view_of(x, view)
 
 
-def _moved(x: Any, function: Function) -> Any:
-    """``function`` of every frame, whose frames are views of those of ``x``; collapsed time ends there, as in the trace."""
+def _moved(x: Any, function: Function, strided: bool = False) -> Any:
+    """``function`` of every frame, whose frames are views of those of ``x``; collapsed time ends there, as in the trace.
+
+    ``strided``: elements of the view do not lie in order.
+    """
     if isinstance(x, (Shared, Spikes)) and x.means is not None:
         return NotImplemented
     if isinstance(x, Shared) and (x.merges or x.expression.groups.frames is not x.expression.groups.steps):
         return NotImplemented
-    return viewed(x, function)
+    found = viewed(x, function)
+    if isinstance(found, Frames) and (strided or x._strided):
+        found._strided = True
+    return found
 
 
 def _batch(x: Frames) -> int:
@@ -159,7 +165,11 @@ def _squeeze(function: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.contiguous)
 def _contiguous(function: Any, args: Any, kwargs: Any) -> Any:
-    return args[0] if args[0].intact and not kwargs and len(args) == 1 else NotImplemented
+    x = args[0]
+    if kwargs or len(args) != 1 or not x.intact:
+        return NotImplemented
+    # Of a view whose elements do not lie in order torch gives a copy.
+    return per_frame(x, lambda t: t.contiguous(), True) if x._strided else x
 
 
 @handles(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
@@ -169,7 +179,7 @@ def _transpose(function: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or not isinstance(x, Frames) or not x.intact or len(dims) != 2 or not all(type(d) is int for d in dims):
         return NotImplemented
     a, b = (d % len(x.dims) for d in dims)
-    return _moved(x, lambda t: function(t, a, b)) if min(a, b) >= inner(x) else NotImplemented
+    return _moved(x, lambda t: function(t, a, b), True) if min(a, b) >= inner(x) else NotImplemented
 
 
 @handles(Tensor.permute, torch.permute)
@@ -180,7 +190,7 @@ def _permute(function: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or not isinstance(x, Frames) or not x.intact or not all(type(d) is int for d in dims):
         return NotImplemented
     order, kept = [d % len(x.dims) for d in dims], inner(x)
-    return _moved(x, lambda t: t.permute(order)) if order[:kept] == [*range(kept)] else NotImplemented
+    return _moved(x, lambda t: t.permute(order), True) if order[:kept] == [*range(kept)] else NotImplemented
 
 
 @handles(Tensor.__getitem__)
@@ -200,7 +210,7 @@ def _index(function: Any, args: Any, kwargs: Any) -> Any:
     kept = inner(x)
     if Ellipsis in items or len(items) <= kept or any(item != slice(None) for item in items[:kept]):
         return NotImplemented
-    return _moved(x, lambda t: t[tuple(items)])
+    return _moved(x, lambda t: t[tuple(items)], True)
 
 
 @handles(torch.chunk, Tensor.chunk, torch.split, Tensor.split)
@@ -217,7 +227,7 @@ def _split(function: Any, args: Any, kwargs: Any) -> Any:
     sizes = [len(part) for part in function(torch.empty(x.dims[dim], device="meta"), size)]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [
-        _moved(x, partial(torch.narrow, dim=dim - len(x.dims), start=a, length=n))
+        _moved(x, partial(torch.narrow, dim=dim - len(x.dims), start=a, length=n), True)
         for a, n in zip(starts, sizes, strict=True)
     ]
     return NotImplemented if any(part is NotImplemented for part in parts) else tuple(parts)

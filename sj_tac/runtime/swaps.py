@@ -17,14 +17,21 @@ from sj_tac import host
 from sj_tac.runtime.conv_swaps import DRIVE_SWAPS
 from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.layers import LAYER_SWAPS, Affine, AffineModule, Norm, Pool
-from sj_tac.runtime.neurons import UNIT_SWAPS, Unit
+from sj_tac.runtime.layers import LAYER_SWAPS, Affine, AffineModule, Norm, NormModule, Pool
+from sj_tac.runtime.neurons import UNIT_SWAPS, Unit, UnitModule
 
 SWAPS = UNIT_SWAPS | LAYER_SWAPS
 _SOURCES = {new: old for swaps in (SWAPS, *DRIVE_SWAPS.values()) for old, new in swaps.items()}
 
 # Where a class made of one of ours and one of the user's names the latter.
 _USERS = "_tac_users_class"
+
+# What swapped classes add to the host's.
+_OURS = (DriveModule, UnitModule, NormModule, AffineModule)
+_HOSTS = {"single_step_forward", "multi_step_forward", "materialize_states"}
+_RESERVED = {"_tac", LOGITS} | {
+    name for cls in _OURS for name in vars(cls) if not (name.startswith("__") or hasattr(nn.Module, name) or name in _HOSTS)
+}
 
 Role = Drive | Unit | Norm | Pool | Affine
 
@@ -47,6 +54,15 @@ def source_class(module: nn.Module) -> type[nn.Module]:
     if is_swapped(module):
         return host.known_class(users_class(module))
     return users_class(module) if parametrize.is_parametrized(module) else host.kind(module)
+
+
+def clash(module: nn.Module) -> str:
+    """The name of something of the user's that a swapped class would hide, or the other way round; else empty."""
+    kind, held = type(module), module.__dict__
+    for name in sorted(_RESERVED):
+        if name in held or any(name in vars(cls) for cls in kind.__mro__ if cls not in host.known_class(kind).__mro__):
+            return name
+    return ""
 
 
 def is_affine(module: nn.Module) -> bool:

@@ -50,7 +50,8 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
         or (a is b and in_place)
         or (a.dims, a.folded) != (b.dims, b.folded)
         or a.kind != b.kind
-        or (in_place and a.folded is not None)
+        # Who writes into a view writes into what it is a view of: with frames.
+        or (in_place and (a.folded is not None or a._viewed is not None))
     ):
         return NotImplemented
     plain = torch.sub if function in _MINUS else torch.add

@@ -57,6 +57,8 @@ class Frames(Tensor):
     # The value that this one is a view of, its expression then, and the view; the compact form was used while recording.
     _viewed: tuple[Frames, Expression, Callable[[Tensor], Tensor]] | None = None
     _taken: bool = False
+    # Frames of a view whose elements do not lie in order.
+    _strided: bool = False
 
     @classmethod
     def _born(cls, expression: Expression, shape: tuple[int, ...], like: Tensor, steps: int, folded: int | None) -> Self:

@@ -60,7 +60,7 @@ class FixedT(nn.Module):
 def test_a_t_that_was_edited_is_one_clear_error(fuse):
     fast = sj_tac.convert(FixedT().eval(), example_input=torch.rand(FOLDED), fuse=fuse)
     fast.T = 3
-    with pytest.raises(InputError, match=r"(unfolded as 3 steps|runs 3 steps, but the net's input has 7)"):
+    with pytest.raises(InputError, match=r"(unfolded as 3 steps|runs 7 samples, but the net's input has 3)"):
         fast(torch.rand(FOLDED))
     fast.T = T
     functional.reset_net(fast)
@@ -83,12 +83,17 @@ def test_keyword_arguments_say_t_too():
         assert torch.equal(fast(x=x), expected)
 
 
-def test_a_part_that_is_called_alone_runs_single_frames_where_nobody_says_t():
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+def test_a_part_that_is_called_alone_does_not_know_t(fuse):
     net, x = make("folded", torch.float64)
-    fast = convert("folded", net, x, 2)
+    fast = convert("folded", net, x, 2, fuse=fuse)
     fast(x)
     functional.reset_net(fast)
     with torch.no_grad():
+        for part in (lambda: fast.stem(x), lambda: fast.forward(x), lambda: fast.stem.conv1(x.flatten(0, 1))):
+            with pytest.raises(InputError, match=r"layer 'stem.conv1' is handed \[21, 2, 8, 8\], and nobody says how time"):
+                part()
+        sj_tac.set_k(fast, 1)
         y = fast.stem.conv1(x.flatten(0, 1))
     torch.testing.assert_close(y, net.stem.conv1(x.flatten(0, 1)), **CLOSE)
     assert type(y) is torch.Tensor

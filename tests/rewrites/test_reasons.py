@@ -111,6 +111,11 @@ def folded(front, x):
     return front[2](front[1](front[0](x.flatten(0, 1))).reshape(x.shape[0], x.shape[1], 3, 8, 8))
 
 
+def half(front, x):
+    y = front[1](front[0](torch.cat([x["a"], x["b"]], 1).flatten(0, 1)))
+    return front[2](y.reshape(4, -1, 3, 8, 8))
+
+
 def folded_at_the_neuron(front, x):
     return front[2](front[1](front[0](x.flatten(0, 1)))).reshape(x.shape[0], x.shape[1], 3, 8, 8)
 
@@ -143,6 +148,7 @@ CASES = {
     Reason.K_NOT_WHOLE: Around(conv(), norm(), node("lif"), layer.Dropout(0.1, step_mode="m")),
     Reason.FOLD_UNSEEN: Around(*folding(), forward=folded),
     Reason.FOLD_AMBIGUOUS: Around(*folding(), forward=folded),
+    Reason.TIME_UNKNOWN: Around(*folding(), forward=half),
     Reason.NEURON_FOLDED: Around(*folding(), forward=folded_at_the_neuron),
     Reason.COLLAPSE_FOLDED: Around(*folding(), forward=folded),
     Reason.COLLAPSE_REGISTERED: Around(conv(), norm(), HOSTS_OWN(step_mode="m", tau=2.0)),
@@ -165,6 +171,8 @@ SAMPLES = {
 
 
 def sample_for(reason):
+    if reason is Reason.TIME_UNKNOWN:
+        return {"a": torch.rand(4, 2, 2, 8, 8), "b": torch.rand(4, 1, 2, 8, 8)}
     return torch.rand(*SAMPLES[reason], 2, 8, 8) if reason in SAMPLES else None
 
 

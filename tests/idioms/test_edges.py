@@ -1,0 +1,255 @@
+"""What forwards do to folded drives and to registered classes that the miniature nets do not."""
+
+import pytest
+import torch
+from idioms.nets import SIZE, C, N, OwnNeuron, T, conv, lif
+from idioms.test_idioms import CLOSE
+from spikingjelly.activation_based import functional, layer
+from support import only_v2
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sj_tac
+from sj_tac.errors import ConversionError
+
+SHAPE = (T, N, 2, SIZE, SIZE)
+
+
+def frames(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return (torch.rand(shape or SHAPE, dtype=torch.float64, generator=generator) > 0.5).double() * 2
+
+
+class Net(nn.Module):
+    """Two folded convolutions; what becomes of the second drive is the test's."""
+
+    def __init__(self, then, node=None):
+        super().__init__()
+        self.conv1, self.lif1, self.conv2 = conv(2), lif(v_threshold=0.2), conv()
+        self.conv3, self.lif2 = conv(size=1), node or lif(v_threshold=0.1)
+        self.then = then
+
+    def forward(self, x):
+        t, n, _, h, w = x.shape
+        spikes = self.lif1(self.conv1(x.flatten(0, 1)).reshape(t, n, C, h, w))
+        drive = self.conv2(spikes.flatten(0, 1)).reshape(t, n, C, h, w)
+        return self.then(self, drive, spikes).mean((-1, -2)).mean(0)
+
+
+def added(net, y, s):
+    y += s
+    return net.lif2(y)
+
+
+def added_and_read(net, y, s):
+    y += s
+    return net.lif2(0.5 * y + s)
+
+
+def added_twice(net, y, s):
+    y += s
+    y += s
+    return net.lif2(y)
+
+
+def added_and_convolved(net, y, s):
+    y += s
+    return net.lif2(net.conv3(y.flatten(0, 1)).view_as(y))
+
+
+def the_base_is_read(net, y, s):
+    base = y.flatten(0, 1)
+    v = base.view_as(y)
+    v += 4 * s
+    return net.lif2(base.view_as(y))
+
+
+def contiguous_copy(net, y, s):
+    u = y.transpose(3, 4)
+    v = u.contiguous()
+    v.mul_(3)
+    return net.lif2(u.transpose(3, 4)) + net.lif2(v.transpose(3, 4))
+
+
+def contiguous_itself(net, y, s):
+    v = y.contiguous()
+    v.mul_(3)
+    return net.lif2(y)
+
+
+def a_slice_is_written(net, y, s):
+    y[:, :, :2].mul_(2)
+    return net.lif2(y)
+
+
+THEN = [
+    *(added, added_and_read, added_twice, added_and_convolved, the_base_is_read, contiguous_copy, contiguous_itself),
+    a_slice_is_written,
+]
+
+
+@only_v2
+@pytest.mark.parametrize("own", [False, True], ids=["lif", "registered"])
+@pytest.mark.parametrize("then", THEN, ids=[then.__name__ for then in THEN])
+def test_a_write_reaches_whoever_reads_what_was_written(then, own):
+    torch.manual_seed(0)
+    net = Net(then, OwnNeuron() if own else None).double().eval()
+    x = frames()
+    expected, gradients = value_and_gradients(net, x)
+    found = value_and_gradients(sj_tac.convert(net, k=1, example_input=x), x)
+    torch.testing.assert_close(found[0], expected, **CLOSE)
+    for a, b in zip(found[1], gradients, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    assert expected.abs().sum() > 0
+
+
+def value_and_gradients(net, x):
+    functional.reset_net(net)
+    y = net(x)
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    net.zero_grad()
+    (y * torch.linspace(0.5, 1.5, y.numel()).view_as(y)).sum().backward()
+    return y.detach(), [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+
+
+class Block(nn.Module):
+    """Stateless, so that it may be run again."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.conv, self.node = conv(inputs), OwnNeuron()
+
+    def forward(self, x):
+        t, n, _, h, w = x.shape
+        return self.node(3 * self.conv(x.flatten(0, 1)).view(t, n, C, h, w))
+
+
+class Checkpointed(nn.Module):
+    reentrant = None
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Block(2), Block(C)
+
+    def forward(self, x):
+        for block in (self.one, self.two):
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x.mean((-1, -2)).mean(0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_checkpoint_runs_the_same_again(k, fuse, reentrant):
+    torch.manual_seed(0)
+    net, x = Checkpointed().double().eval(), frames().requires_grad_()
+    fast = sj_tac.convert(net, k=k, example_input=frames(), fuse=fuse)
+    expected = value_and_gradients(fast, x)
+    fast.reentrant = reentrant
+    found = value_and_gradients(fast, x)
+    torch.testing.assert_close(found[0], expected[0], **CLOSE)
+    for a, b in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    assert any(g.abs().sum() > 0 for g in expected[1])
+
+
+def test_a_hook_of_ones_own_may_turn_the_input_round():
+    torch.manual_seed(0)
+    net = Checkpointed().double().eval()
+    net.register_forward_pre_hook(lambda m, args: (args[0].transpose(0, 1),))
+    fast = sj_tac.convert(net, k=1, example_input=frames())
+    x = frames().transpose(0, 1)
+    torch.testing.assert_close(fast(x), net(x), **CLOSE)
+
+
+@pytest.mark.parametrize("size", [(2, 7), (2, 3), (3, 2), (1, 7)], ids=str)
+def test_training_statistics_are_those_of_repeated_frames(size):
+    """All groups of one length, and not: the running variance is the unbiased one of all frames."""
+    samples, k = size
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.lif = nn.Conv1d(4, C, 1), nn.BatchNorm1d(C), lif()
+
+        def forward(self, x):
+            t, n = x.shape[:2]
+            return self.lif(self.bn(self.conv(x.flatten(0, 1))).view(t, n, C, -1)).mean(-1).mean(0)
+
+    torch.manual_seed(0)
+    net = Norm().double()
+    for momentum in (0.1, None):
+        net.bn.momentum = momentum
+        fast = sj_tac.convert(net, k=k, example_input=frames(T, 3, 4, 2))
+        plain = sj_tac.convert(net, k=k, example_input=frames(T, 3, 4, 2), fuse=False)
+        for each in (fast, plain):
+            each.train()
+            for seed in range(3):
+                functional.reset_net(each)
+                each(torch.rand(T, samples, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+        torch.testing.assert_close(fast.bn.running_var, plain.bn.running_var, **CLOSE)
+        torch.testing.assert_close(fast.bn.running_mean, plain.bn.running_mean, **CLOSE)
+
+
+@sj_tac.register_affine
+class PerStep(nn.Module):
+    """A scale for every step, all of them one until it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(T, 1, 1, 1, 1))
+
+    def forward(self, x):
+        return x * self.scale[: len(x)]
+
+
+@sj_tac.register_neuron(decay=0.5)
+class Remembers(OwnNeuron):
+    """Its membrane is kept between calls, until its reset."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.v = None
+
+    def reset(self):
+        self.v = None
+
+    def forward(self, x):
+        v, spikes = torch.zeros_like(x[0]) if self.v is None else self.v, []
+        for frame in x:
+            v = self.leak * v + frame
+            fired = self.spike(v - 1.0)
+            v = (1 - fired.detach()) * v
+            spikes.append(fired)
+        self.v = v.detach()
+        return torch.stack(spikes)
+
+
+def chain(*modules):
+    return nn.Sequential(layer.Conv2d(2, C, 3, padding=1, step_mode="m"), *modules).double().eval()
+
+
+def test_a_promise_is_kept_with_other_parameters_too():
+    with pytest.raises(ConversionError, match=r"PROMISE_BROKEN: '1' \(PerStep\) is registered, but it"):
+        sj_tac.convert(chain(PerStep(), lif()), example_input=frames())
+
+
+def test_a_registered_neuron_that_remembers_is_reset_before_it_is_compared():
+    net, x = chain(Remembers()), frames()
+    net(x)
+    held = net[1].v.clone()
+    fast = sj_tac.convert(net, k=1, example_input=x)
+    assert torch.equal(net[1].v, held)
+    for each in (net, fast):
+        each[1].reset()
+    torch.testing.assert_close(fast(x), net(x), **CLOSE)
+    torch.testing.assert_close(fast(x), net(x), **CLOSE)  # and goes on from there
+
+
+@pytest.mark.parametrize("name", ["macs", "_run", "_tac"])
+def test_a_name_that_a_converted_layer_needs_is_a_reason_to_refuse(name):
+    net = chain(lif())
+    net[0].__dict__[name] = 17
+    with pytest.raises(ConversionError, match=rf"UNSUPPORTED_CONV: its attribute '{name}' has a name that"):
+        sj_tac.convert(net)
+    assert net[0].__dict__[name] == 17
