@@ -139,8 +139,8 @@ class NormModule(_LearningNorm):
         share = 1 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
         n = x.numel() // x.shape[2]
         more = (n - 1) / n * (n * length) / (n * length - 1) - 1
-        with torch.no_grad():
-            var.add_((var - (1 - share) * before) * more)
+        # Past the version that autograd took down with it, and never reads.
+        var.data.add_((var.data - (1 - share) * before) * more)
         return y
 
     def _run(self, x: Tensor) -> Tensor:
