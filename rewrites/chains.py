@@ -187,7 +187,7 @@ class _Finder:
         if sample is None:
             if self.example:
                 unknown = "the sample shows no neuron of a known or registered class, which would say what T is"
-                return Refusal(Reason.UNSUPPORTED_NEURON, f"{named}; {unknown}")
+                return Refusal(Reason.UNSUPPORTED_CONV, f"{named}; {unknown}")
             return Refusal(Reason.FOLD_UNSEEN, f"{named}; no sample was run")
         if node.ambiguous:
             return Refusal(Reason.FOLD_AMBIGUOUS, f"{named}; the sample has T={sample.steps} and N={sample.batch}")

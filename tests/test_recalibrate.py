@@ -41,8 +41,8 @@ def test_statistics_are_the_mean_over_batches_of_those_of_the_drives(fuse):
     for x in batches:
         drives = source[0](aggregate(x, [1 / 3, 2 / 3], 2)).transpose(1, 2).flatten(2)  # [G, C, N H W]
         drives = drives.transpose(0, 1).flatten(1)
-        # Unfused the norm sees every drive twice, once for each of its frames.
-        seen = drives if fuse else drives.repeat(1, 2)
+        # The norm sees every drive twice, once for each of its frames; fused, it only seems so.
+        seen = drives.repeat(1, 2)
         means.append(seen.mean(1))
         variances.append(seen.var(1))
     assert torch.allclose(fast[1].running_mean, torch.stack(means).mean(0), rtol=1e-9)

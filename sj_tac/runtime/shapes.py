@@ -156,11 +156,11 @@ def _reshape_as(function: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze)
 def _squeeze(function: Any, args: Any, kwargs: Any) -> Any:
-    """A dimension of one more or less, behind the batch's."""
+    """A dimension of one more or less, behind the batch's. The host's VotingLayer does so, in collapsed time, too."""
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     if not isinstance(x, Frames) or not x.intact or type(dim) is not int:
         return NotImplemented
-    return _moved(x, lambda t: function(t, dim)) if dim >= inner(x) else NotImplemented
+    return viewed(x, lambda t: function(t, dim)) if dim >= inner(x) else NotImplemented
 
 
 @handles(Tensor.contiguous)
