@@ -1,0 +1,130 @@
+"""Checks of a conversion that use nothing of sj_tac: which convolutions drive neurons, and what sharing a drive means."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from spikingjelly.activation_based import neuron
+from torch import Tensor, nn
+
+from benchmarks.published import building
+from benchmarks.published.cases import Case
+
+
+def leaves(output: Any) -> list[Tensor]:
+    """The tensors of an output, in order."""
+    return [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor)]
+
+
+def run(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output's tensors, from the reset state."""
+    building.reset(net)
+    with torch.no_grad():
+        return leaves(net(x))
+
+
+class Reached:
+    """The neurons that each convolution drives: its weight is in the autograd graph of a neuron's input, cut at neurons."""
+
+    def __init__(self, net: nn.Module, case: Case, x: Tensor) -> None:
+        self.neurons: dict[str, set[str]] = {}
+        self.frames: dict[str, tuple[int, int]] = {}
+        names = {id(m.weight): n for n, m in net.named_modules() if isinstance(getattr(m, "weight", None), nn.Parameter)}
+
+        def look(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                for weight in _parameters(args[0]):
+                    if id(weight) in names:
+                        self.neurons.setdefault(names[id(weight)], set()).add(name)
+                self.frames[name] = (args[0].shape[0], args[0].shape[1])
+
+            return note
+
+        nodes = building.neurons(net, case)
+        before = [m.register_forward_pre_hook(look(n)) for n, m in nodes.items()]
+        behind = [m.register_forward_hook(lambda module, args, spikes: spikes.detach()) for m in nodes.values()]
+        building.reset(net)
+        with building.hooked([*before, *behind]), torch.enable_grad():
+            net(x)
+        building.reset(net)
+
+
+def _parameters(value: Tensor) -> Iterable[Tensor]:
+    """Leaves of the autograd graph behind a value."""
+    stack, seen = [value.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        stack += [parent for parent, _ in node.next_functions]
+
+
+@torch.no_grad()
+def decay(node: Any, case: Case) -> float:
+    """What is left of a membrane after a step: of one of SpikingJelly's neurons, or as the case says."""
+    if type(node).__name__ in case.registered:
+        return case.registered[type(node).__name__](node)
+    if isinstance(node, neuron.ParametricLIFNode):
+        return 1 - float(node.w.double().sigmoid())
+    if isinstance(node, neuron.LIFNode):
+        return 1 - 1 / float(node.tau)
+    return 1.0
+
+
+def shared(x: Tensor, frames: tuple[int, int], beta: float, k: int) -> Tensor:
+    """Every group of k frames replaced by its mean, weighted with the decay: what a shared drive is made of."""
+    folded = x.shape[:2] != frames
+    if folded and x.shape[0] != frames[0] * frames[1]:
+        return x  # no frames: an image that is repeated later
+    values = x.unflatten(0, frames) if folded else x
+    groups = []
+    for group in values.split(k):
+        weights = torch.tensor([beta**j for j in reversed(range(len(group)))], dtype=torch.float64)
+        weights = (weights / weights.sum()).to(x.dtype).view(-1, *[1] * (values.dim() - 1))
+        groups.append((weights * group).sum(0, keepdim=True).expand_as(group))
+    made = torch.cat(groups)
+    return made.flatten(0, 1) if folded else made
+
+
+def define(source: nn.Module, ks: Mapping[str, int], reached: Reached, case: Case) -> nn.Module:
+    """A copy of the source whose converted convolutions read groups of k frames as ``shared`` makes them.
+
+    Raises ValueError where the neurons of a convolution decay differently.
+    """
+    net = copy.deepcopy(source)
+    for name, k in ks.items():
+        nodes = reached.neurons[name]
+        decays = {round(decay(net.get_submodule(node), case), 9) for node in nodes}
+        frames = {reached.frames[node] for node in nodes}
+        if len(decays) != 1 or len(frames) != 1:
+            raise ValueError(f"{name} drives neurons of decays {sorted(decays)} on frames {sorted(frames)}")
+        net.get_submodule(name).register_forward_pre_hook(_sharing(frames.pop(), decays.pop(), k))
+    return net
+
+
+def _sharing(frames: tuple[int, int], beta: float, k: int) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Any, ...]]:
+    return lambda module, args: (shared(args[0], frames, beta, k), *args[1:])
+
+
+def difference(a: list[Tensor], b: list[Tensor]) -> float:
+    """The largest difference of two outputs, relative to the largest value of its tensor."""
+    pairs = list(zip(a, b, strict=True))
+    return max(float((x - y).abs().max() / x.abs().max().clamp_min(1e-12)) for x, y in pairs)
+
+
+def spikes(net: nn.Module, case: Case, x: Tensor) -> dict[str, Tensor]:
+    """What every neuron emits, by name."""
+    seen: dict[str, Tensor] = {}
+
+    def look(name: str) -> Any:
+        return lambda module, args, out: seen.update({name: out.detach().ne(0)})
+
+    with building.hooked([m.register_forward_hook(look(n)) for n, m in building.neurons(net, case).items()]):
+        run(net, x)
+    return seen
