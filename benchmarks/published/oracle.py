@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from benchmarks.published.cases import Case
 def leaves(output: Any) -> list[Tensor]:
     """The tensors of an output, in order."""
     return [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor)]
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """What a forward makes in float32 (``torch.zeros``, ``x.float()``) is made in float64, beside weights of that type."""
+    single, usual = Tensor.float, torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    Tensor.float = Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.float = single  # type: ignore[method-assign]
+        torch.set_default_dtype(usual)
 
 
 def run(net: nn.Module, x: Tensor) -> list[Tensor]:
