@@ -18,6 +18,7 @@ import sj_tac
 from benchmarks.published import building, oracle
 from benchmarks.published.cases import SAMPLES, Case
 from sj_tac.tuning.measure import in_turns
+from sj_tac.verdicts import total_macs
 
 KS = (1, 2, 4)
 CHECKED = (2, 3)
@@ -36,6 +37,10 @@ class Row:
         rates: lowest and highest firing rate; outside: how many of ``neurons`` fire at less than 5 or more than 50 %.
         refused: convolutions by reason; why: the first of each reason, and what was found there.
         driving, shared: convolutions whose output reaches a neuron without crossing another, and how many of them converted.
+        affine, affine_shared: those of them whose way to neurons with known dynamics is one affine map, the same for every
+            frame, and how many of these converted.
+        exact: layers whose frames are one frame repeated, their multiply-accumulates a sample before and after, and whether
+            ``policy="exact"`` with fuse=False gives the source's output bit for bit.
         approximate: convolutions that convert beside these where the policy says ``approximate: true``.
         linear, linear_shared: Linear layers that drive neurons, and how many convert with ``layers: [conv, linear]``.
         unfused: k=1 with fuse=False against the source: "equal" or "DIFFERENT", bit for bit.
@@ -62,6 +67,9 @@ class Row:
     why: dict[str, str] = field(default_factory=dict)
     driving: int = 0
     shared: int = 0
+    affine: int = 0
+    affine_shared: int = 0
+    exact: dict[str, Any] = field(default_factory=dict)
     approximate: int = 0
     linear: int = 0
     linear_shared: int = 0
@@ -106,11 +114,14 @@ def examine(name: str, case: Case, folder: Path, seconds: float) -> Row:
     row.rates = [min(rates.values(), default=0.0), max(rates.values(), default=0.0)]
     row.outside = sum(not building.LOW <= rate <= building.HIGH for rate in rates.values())
     reached = attempt(row, "which convolutions drive neurons", lambda: oracle.Reached(net, case, x))
-    count(row, net, x, reached)
+    count(row, case, net, x, reached)
     if not row.converted:
         return row
     check(row, case, net, x, reached)
     nets: dict[str, nn.Module] = {"source": net}
+    exact = attempt(row, "policy exact", lambda: once(row, net, x))
+    if exact is not None:
+        nets["exact"] = exact
     for k in KS:
         made = attempt(row, f"k={k}", lambda k=k: sj_tac.convert(net, "preserve", k, example_input=x))
         if made is not None:
@@ -121,7 +132,7 @@ def examine(name: str, case: Case, folder: Path, seconds: float) -> Row:
     return row
 
 
-def count(row: Row, net: nn.Module, x: Tensor, reached: oracle.Reached | None) -> None:
+def count(row: Row, case: Case, net: nn.Module, x: Tensor, reached: oracle.Reached | None) -> None:
     """Verdicts of the plan, of the convolutions that drive neurons apart."""
     plan = attempt(row, "plan", lambda: sj_tac.plan(net, "preserve", 2, example_input=x))
     if plan is None:
@@ -134,12 +145,23 @@ def count(row: Row, net: nn.Module, x: Tensor, reached: oracle.Reached | None) -
         return
     driving = [v for v in verdicts if v.layer in reached.neurons]
     row.driving, row.shared = len(driving), sum(v.status == "converted" for v in driving)
+    with oracle.in_float64():
+        affine = attempt(row, "which ways to neurons are affine", lambda: affinely(net, case, x, reached))
+    if affine is not None:
+        row.affine, row.affine_shared = len(affine), sum(v.status == "converted" and v.layer in affine for v in driving)
     if "POOL_BEFORE_NEURON" in row.refused:
         row.approximate = len(planned(row, net, x, default={"k": 2, "approximate": True})) - row.converted
     linears = {name for name in reached.neurons if isinstance(net.get_submodule(name), nn.Linear)}
     row.linear = len(linears)
     if linears:
         row.linear_shared = len(linears & planned(row, net, x, layers=("conv", "linear"), default={"k": 2}))
+
+
+def affinely(net: nn.Module, case: Case, x: Tensor, reached: oracle.Reached) -> set[str]:
+    """The convolutions among those that drive neurons for which the drive is affine."""
+    affine = oracle.Affine(net, case, x, reached)
+    convs = {name for name in reached.neurons if isinstance(net.get_submodule(name), nn.modules.conv._ConvNd)}
+    return {name for name in convs if affine(name)}
 
 
 def planned(row: Row, net: nn.Module, x: Tensor, **policy: Any) -> set[str]:
@@ -184,6 +206,20 @@ def check_in_float64(row: Row, case: Case, net: nn.Module, x: Tensor, reached: o
             row.definition[str(k)] = found
 
 
+def once(row: Row, net: nn.Module, x: Tensor) -> nn.Module | None:
+    """The net under the policy "exact", with what that saves written down; None where no frame repeats."""
+    made = sj_tac.convert(net, "exact", example_input=x)
+    layers = [v for v in sj_tac.report(made).converted if v.exact]
+    if not layers:
+        return None
+    row.exact = {"layers": len(layers)}
+    row.exact["before"], row.exact["after"] = total_macs(layers)
+    unfused = sj_tac.convert(net, "exact", example_input=x, fuse=False)
+    pairs = list(zip(oracle.run(net, x), oracle.run(unfused, x), strict=True))
+    row.exact["unfused"] = "equal" if all(torch.equal(a, b) for a, b in pairs) else "DIFFERENT"
+    return made
+
+
 def scores(outputs: list[Tensor], samples: int) -> Tensor | None:
     """Class scores [N, C] of an output [N, C], [T, N, C] or [N, T, C]; None for maps."""
     first = outputs[0]
@@ -203,7 +239,7 @@ def compare(row: Row, case: Case, nets: Mapping[str, nn.Module]) -> None:
         expected = oracle.spikes(nets["source"], case, x) if seed == 1 else {}
         first = scores(oracle.run(nets["source"], x), SAMPLES)
         for name, made in nets.items():
-            if name in ("source", "1"):
+            if name in ("source", "exact", "1"):
                 continue
 
             def predictions(x: Tensor = x, made: nn.Module = made, name: str = name, first: Tensor | None = first) -> None:

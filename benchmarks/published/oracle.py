@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -64,6 +65,75 @@ class Reached:
         with building.hooked([*before, *behind]), torch.enable_grad():
             net(x)
         building.reset(net)
+
+
+def known(node: nn.Module, case: Case) -> bool:
+    """Whether its dynamics are those of the host's LIF, IF or PLIF, or of a class that the case registers."""
+    own = itertools.takewhile(lambda kind: not kind.__module__.startswith("spikingjelly"), type(node).__mro__)
+    methods = {name for kind in own for name, value in vars(kind).items() if callable(value)}
+    usual = (neuron.LIFNode, neuron.IFNode, neuron.ParametricLIFNode)
+    return type(node).__name__ in case.registered or (isinstance(node, usual) and methods <= {"__init__", "extra_repr"})
+
+
+class Affine:
+    """Whether a convolution's output reaches known neurons by one affine map, with all spikes held.
+
+    That is what a rewrite without loss can use at most. A change that is alike for all frames is added to the output, once
+    and twice: what the neurons are given must then change alike in every frame, and twice as much.
+    """
+
+    def __init__(self, net: nn.Module, case: Case, x: Tensor, reached: Reached) -> None:
+        self.net, self.x, self.reached, self.case = copy.deepcopy(net).double(), x.double(), reached, case
+        self.nodes = building.neurons(self.net, case)
+        self.held: dict[str, Tensor] = {}
+        with building.hooked([m.register_forward_hook(self._hold(n)) for n, m in self.nodes.items()]):
+            run(self.net, self.x)
+        self.given = self._given()
+
+    def _hold(self, name: str) -> Any:
+        return lambda module, args, out: self.held.update({name: out.clone()})
+
+    def _given(self) -> dict[str, Tensor]:
+        """What neurons are given in a call, while each emits what it did in the first."""
+        given: dict[str, Tensor] = {}
+
+        def replay(name: str) -> Callable[..., Tensor]:
+            def emit(x: Tensor, *args: Any, **named: Any) -> Tensor:
+                given[name] = x.clone()
+                return self.held[name].clone()
+
+            return emit
+
+        for name, node in self.nodes.items():
+            node.forward = replay(name)
+        try:
+            run(self.net, self.x)
+        finally:
+            for node in self.nodes.values():
+                del node.forward
+        return given
+
+    def __call__(self, name: str) -> bool:
+        nodes = self.reached.neurons[name]
+        if not all(known(self.nodes[node], self.case) for node in nodes):
+            return False
+        once, twice = self._changes(name, 1.0), self._changes(name, 2.0)
+        return all(
+            torch.allclose(once[node], once[node][:1, :1].expand_as(once[node]), atol=1e-6 * float(once[node].abs().max()))
+            and torch.allclose(twice[node], 2 * once[node], atol=1e-6 * float(once[node].abs().max()))
+            for node in nodes
+        )
+
+    def _changes(self, name: str, size: float) -> dict[str, Tensor]:
+        front = {self.reached.frames[node] for node in self.reached.neurons[name]}
+
+        def add(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            frame = out.shape[2:] if any(out.shape[:2] in (f, f[::-1]) for f in front) else out.shape[1:]
+            return out + size * out.std() * torch.randn(frame, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
+
+        with building.hooked([self.net.get_submodule(name).register_forward_hook(add)]):
+            given = self._given()
+        return {node: given[node] - self.given[node] for node in self.reached.neurons[name]}
 
 
 def _parameters(value: Tensor) -> Iterable[Tensor]:

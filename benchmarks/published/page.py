@@ -9,7 +9,16 @@ from typing import Any
 from benchmarks.published.cases import REPOSITORIES
 from benchmarks.published.examining import CHECKED, CLOSE, INPUTS, KS, Row
 
-COUNTED = ("model", "input", "convs", "converted", "refused", "drive a neuron", "of these converted", "k=1", "definition")
+COUNTED = (
+    *("model", "input", "convs", "converted", "refused", "drive a neuron", "of these converted"),
+    *("affinely", "of these converted", "k=1", "definition"),
+)
+ONCE = (
+    'A still image that the net repeats T times is one frame: with `policy="exact"` all that is alike for every step runs '
+    "once. *MACs* and *once*: multiply-accumulates a sample of these layers in the source and there; their ratio is T. "
+    "*output*: against the source, bit for bit, with `fuse=False`. *speed*: of the whole net, fused."
+)
+EXACT = ("model", "T", "layers", "MACs", "once", "output", "speed")
 TIMED = (
     *("model", "eager ms", *(f"k={k}" for k in KS)),
     *(f"{what}, k={k}" for what in ("same class", "spikes in common") for k in KS if k > 1),
@@ -42,6 +51,7 @@ def share(part: int, whole: int) -> str:
 def counted(row: Row) -> list[str]:
     refused = ", ".join(f"{reason} x {n}" for reason, n in row.refused.items()) or "-"
     counts = [str(row.convs), str(row.converted), refused, str(row.driving), share(row.shared, row.driving)]
+    counts += [str(row.affine), share(row.affine_shared, row.affine)]
     return [f"`{row.name}`", "x".join(map(str, row.shape)), *counts, *checks(row)]
 
 
@@ -54,6 +64,14 @@ def measured(row: Row) -> list[str]:
     return [f"`{row.name}`", f"{eager:.0f}" if eager else "-", *speed, *alike]
 
 
+def repeated(row: Row) -> list[str]:
+    """What the policy "exact" saves in a net whose image is one frame T times."""
+    before, after = row.exact["before"], row.exact["after"]
+    speed = f"{row.ms['source'] / row.ms['exact']:.2f}x" if "exact" in row.ms else "-"
+    macs = [f"{count / 1e6:.4g} M" for count in (before, after)]
+    return [f"`{row.name}`", f"{before / after:.3g}", str(row.exact["layers"]), *macs, row.exact["unfused"], speed]
+
+
 def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
     """The whole page. ``result``: machine, seconds, and the commit of every repository where git knows it."""
     where, commits = result["machine"], result["commits"]
@@ -62,6 +80,7 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
     # Models that are there a second time, with the author's neuron registered, are not counted twice.
     plain = [r for r in ran if not r.registered]
     driving, shared = sum(r.driving for r in plain), sum(r.shared for r in plain)
+    affine, affine_shared = sum(r.affine for r in plain), sum(r.affine_shared for r in plain)
     equal = sum(r.unfused == "equal" and r.fused is not None and r.fused <= CLOSE for r in converted)
     defined = sum(all(r.definition.get(str(k), 1.0) <= CLOSE for k in CHECKED) for r in converted)
     refused = sum((Counter(r.refused) for r in plain), Counter[str]())
@@ -78,6 +97,8 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
         f"{len(plain)} run, {sum(r.converted > 0 for r in plain)} of these convert: {sum(r.converted for r in plain)} of "
         f"{sum(r.convs for r in plain)} convolutions. Of the {driving} that drive a neuron {shared} convert "
         f"({share(shared, driving)}).**",
+        f"- Of the {affine} that drive neurons of SpikingJelly's LIF, IF or PLIF by an affine map that is the same for "
+        f"every frame, which is all that can be shared without loss, {affine_shared} convert ({share(affine_shared, affine)}).",
         "- Where the author's neuron is registered (`sj_tac.register_neuron`), "
         f"{sum(r.converted for r in ran if r.registered)} more.",
         f"- {sum(r.approximate for r in plain)} more with `approximate: true`, where a MaxPool stands before the neuron. "
@@ -92,7 +113,10 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
         "## What converts",
         "",
         "`preserve`. *drive a neuron*: the convolution's output reaches a neuron's input without crossing another neuron, "
-        "found by autograd on the source; heads and analog parts do not.",
+        "found by autograd on the source; heads and analog parts do not. *affinely*: of these, the ones whose neurons are "
+        "all SpikingJelly's own LIF, IF or PLIF (or registered), where the way there is affine and the same for every "
+        "frame. A MaxPool, a SiLU, attention, a neuron of the author's class on the way is not. Found by changing the "
+        "convolution's output while all spikes are held.",
         "",
     ]
     for repository in dict.fromkeys(r.repository for r in rows):
@@ -107,6 +131,7 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
     if not result["seconds"]:
         speed = "Speed was not measured"
     timed = [r for r in converted if r.ms or r.spikes]
+    still = [r for r in converted if r.exact]
     lines += [
         "## How fast, and how alike",
         "",
@@ -116,6 +141,7 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
         "",
         *table(TIMED, [measured(r) for r in timed]),
         "",
+        *(["## Repeated frames", "", ONCE, "", *table(EXACT, [repeated(r) for r in still]), ""] if still else []),
         "## Why",
         "",
         "The first layer of each model that was refused with a code, and what was found there.",
