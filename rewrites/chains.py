@@ -72,6 +72,9 @@ def find_chains(
     return {name: finder.look(name) for name in wanted}
 
 
+# What makes spikes of a membrane where a neuron is written out.
+_COMPARISONS = ("gt", "ge", "lt", "le", "greater", "heaviside", "sign")
+
 # What is in the way behind a sum is told as the sum's; other reasons are the same with and without it.
 _OF_SUMS = (Reason.NO_NEURON, Reason.NOT_LINEAR, Reason.FAN_OUT)
 
@@ -104,21 +107,22 @@ class _Finder:
         refusal = self.reject(conv, site)
         if refusal is None:
             return self.follow(name, self.graph.of(site))
-        if refusal.reason in (Reason.UNSUPPORTED_CONV, Reason.FOLD_UNSEEN) and not self.drives_any(self.graph.of(site)):
-            return Refusal(Reason.NO_NEURON, "nothing behind it is a neuron", (refusal.detail,))
+        if refusal.reason in (Reason.UNSUPPORTED_CONV, Reason.FOLD_UNSEEN):
+            behind = self.behind(self.graph.of(site))
+            if not any(n.kind is Kind.NEURON or (n.module and host.is_neuron(self.modules[n.module])) for n in behind):
+                own = next((n.label for n in behind if n.label.partition("(")[0] in _COMPARISONS), None)
+                detail = f"nothing behind it is a neuron of a known class; {own} compares, as one's own neuron would"
+                return Refusal(Reason.NO_NEURON, detail if own else "nothing behind it is a neuron", (refusal.detail,))
         return refusal
 
-    def drives_any(self, start: Node) -> bool:
-        """True where a neuron of any kind can be reached, through whatever there is."""
+    def behind(self, start: Node) -> list[Node]:
+        """All that can be reached from a value, through whatever there is, in the order of the forward."""
         ahead, seen = [start], {start.index}
         while ahead:
-            for reader in self.graph.readers(ahead.pop()):
-                if reader.kind is Kind.NEURON or (reader.module is not None and host.is_neuron(self.modules[reader.module])):
-                    return True
-                if reader.index not in seen:
-                    seen.add(reader.index)
-                    ahead.append(reader)
-        return False
+            fresh = [reader for reader in self.graph.readers(ahead.pop()) if reader.index not in seen]
+            seen.update(reader.index for reader in fresh)
+            ahead += fresh
+        return [self.graph.nodes[i] for i in sorted(seen - {start.index})]
 
     def site(self, name: str) -> str | Refusal:
         """The module that the graph calls for this conv."""

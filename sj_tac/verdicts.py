@@ -101,7 +101,11 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "what stands between it and the neuron is not affine, or does not treat all frames alike",
         "keep conv -> norm -> neuron together; activations, attention and products behind the neuron",
     ),
-    Reason.NO_NEURON: ("no neuron follows it", "only convs that drive neurons are converted"),
+    Reason.NO_NEURON: (
+        "no neuron follows it",
+        "only convs that drive neurons are converted; a neuron class of your own over [T, N, ...] can be registered with "
+        "sj_tac.register_neuron",
+    ),
     Reason.COLLAPSE_BRANCHED: (
         "steps cannot be merged there: its drive does not go to one neuron alone",
         "use spikes: count or mode: preserve, which are right in every graph",

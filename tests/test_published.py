@@ -93,10 +93,15 @@ def test_a_model_is_built_from_its_checkout_checked_and_timed(written):
     assert max(row.definition.values()) <= CLOSE
     assert row.neurons == 2
     assert row.rates[0] > 0.02
-    assert set(row.ms) == {"source", "1", "2", "4"}
+    assert set(row.ms) == {"source", "exact", "1", "2", "4"}
     assert row.rounds >= 3
     assert set(row.argmax) == set(row.spikes) == {"2", "4"}
-    assert "| `Spikformer, CIFAR10` | 2x3x32x32 | 2 | 2 | - | 2 | 100 % | equal | equal |" in text
+    assert (row.affine, row.affine_shared) == (2, 2)
+    # The stem's image is one frame four times: 4 x 3 x 9 multiplications at each of 32 x 32 places.
+    macs = 3 * 4 * 9 * 32 * 32
+    assert row.exact == {"layers": 1, "before": 4 * macs, "after": macs, "unfused": "equal"}
+    assert "| `Spikformer, CIFAR10` | 2x3x32x32 | 2 | 2 | - | 2 | 100 % | 2 | 100 % | equal | equal |" in text
+    assert "| `Spikformer, CIFAR10` | 4 | 1 | 0.4424 M | 0.1106 M | equal | " in text
 
 
 @pytest.mark.slow
@@ -178,6 +183,59 @@ def test_what_drives_a_neuron_is_found_without_sj_tac():
     assert reached.frames == {"lif": (6, 2), "out": (6, 2)}
 
 
+class Ways(nn.Module):
+    """One convolution on every kind of way to a neuron."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = ("plain", "pooled", "summed", "gated", "late", "squared", "averaged")
+        self.convs = nn.ModuleDict({kind: conv(2, 3) for kind in kinds})
+        self.lifs = nn.ModuleDict({kind: node("lif") for kind in kinds})
+        self.first = node("lif")
+        self.highest, self.mean = layer.MaxPool2d(2, step_mode="m"), layer.AvgPool2d(2, step_mode="m")
+
+    def forward(self, x):
+        x = self.first(x)
+        y = {kind: conv(x) for kind, conv in self.convs.items()}
+        given = {
+            "plain": y["plain"],
+            "pooled": self.highest(y["pooled"]),
+            "summed": y["summed"] + 3 * x.sum(2, keepdim=True),
+            "gated": y["gated"] * (1 + x.mean((2, 3, 4), keepdim=True)),
+            "late": y["late"] * torch.arange(1.0, 7).view(6, 1, 1, 1, 1).to(x),
+            "squared": y["squared"] ** 2,
+            "averaged": self.mean(y["averaged"]),
+        }
+        return sum(self.lifs[kind](value).mean((2, 3, 4)) for kind, value in given.items())
+
+
+class Own(neuron.LIFNode):
+    def neuronal_charge(self, x):
+        self.v = self.v + x
+
+
+class Renamed(neuron.LIFNode):
+    def __init__(self):
+        super().__init__(tau=3.0, step_mode="m")
+
+
+def test_which_ways_to_a_neuron_are_affine_is_found_without_sj_tac():
+    torch.manual_seed(0)
+    net, x = Ways().eval(), 3 * frames(6, 2, 2, 8, 8)
+    case = Case("", "", lambda code: net, (6, 2, 2, 8, 8))
+    for lif in net.lifs.values():
+        lif.v_threshold = 0.2
+    net.lifs["averaged"] = Own(step_mode="m")
+    with oracle.in_float64():
+        affine = oracle.Affine(net, case, x, oracle.Reached(net, case, x))
+        assert {kind for kind in net.convs if affine(f"convs.{kind}")} == {"plain", "summed"}
+        net.lifs["averaged"] = Renamed()
+        affine = oracle.Affine(net, case, x, oracle.Reached(net, case, x))
+        assert affine("convs.averaged")
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.zeros(1).float().dtype == torch.float32
+
+
 @pytest.mark.parametrize("folded", [False, True])
 def test_shared_frames_are_the_weighted_mean_of_their_group(folded):
     x = torch.rand(5, 2, 3, dtype=torch.float64)
@@ -235,10 +293,11 @@ def test_a_conversion_that_is_wrong_is_called_different(monkeypatch, wrong):
 def test_counts_are_of_the_plan_and_of_what_drives_a_neuron():
     net, x = made(), frames(6, 2, 2, 8, 8)
     found = Row("", "", "", [])
-    count(found, net, x, oracle.Reached(net, CASE, x))
+    count(found, CASE, net, x, oracle.Reached(net, CASE, x))
     assert (found.convs, found.converted, found.driving, found.shared) == (5, 3, 3, 3)
     assert found.refused == {"NO_NEURON": 1, "NEVER_CALLED": 1}
     assert found.why["NEVER_CALLED"].startswith("never: ")
+    assert (found.affine, found.affine_shared) == (3, 3)
     assert (found.linear, found.approximate) == (0, 0)
 
 
@@ -308,7 +367,7 @@ def test_the_page_counts_what_is_right_once():
     assert "gives, in 2 of 3" in text
     assert "Refused, in all: NOT_LINEAR x 2." in text
     assert "at 0123456789" in text
-    assert "| `wrong` | 2x3 | 4 | 3 | NOT_LINEAR x 1 | 4 | 75 % | DIFFERENT / DIFFERENT (5.0e-01) |" in text
+    assert "| `wrong` | 2x3 | 4 | 3 | NOT_LINEAR x 1 | 4 | 75 % | 0 | - | DIFFERENT / DIFFERENT (5.0e-01) |" in text
     assert "DIFFERENT (1.0e-01) / failed |" in text
     assert "- `gone` does not run: no file" in text
     assert "- `wrong`: the definition of k=3: no" in text

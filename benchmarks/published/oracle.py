@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -75,6 +75,10 @@ def known(node: nn.Module, case: Case) -> bool:
     return type(node).__name__ in case.registered or (isinstance(node, usual) and methods <= {"__init__", "extra_repr"})
 
 
+class _EnoughError(Exception):
+    """A forward that need not go on."""
+
+
 class Affine:
     """Whether a convolution's output reaches known neurons by one affine map, with all spikes held.
 
@@ -93,13 +97,15 @@ class Affine:
     def _hold(self, name: str) -> Any:
         return lambda module, args, out: self.held.update({name: out.clone()})
 
-    def _given(self) -> dict[str, Tensor]:
-        """What neurons are given in a call, while each emits what it did in the first."""
+    def _given(self, wanted: Iterable[str] = ()) -> dict[str, Tensor]:
+        """What neurons are given in a call, while each emits what it did in the first; ``wanted``: until these have it."""
         given: dict[str, Tensor] = {}
 
         def replay(name: str) -> Callable[..., Tensor]:
             def emit(x: Tensor, *args: Any, **named: Any) -> Tensor:
                 given[name] = x.clone()
+                if wanted and given.keys() >= set(wanted):
+                    raise _EnoughError
                 return self.held[name].clone()
 
             return emit
@@ -107,7 +113,8 @@ class Affine:
         for name, node in self.nodes.items():
             node.forward = replay(name)
         try:
-            run(self.net, self.x)
+            with suppress(_EnoughError):
+                run(self.net, self.x)
         finally:
             for node in self.nodes.values():
                 del node.forward
@@ -132,7 +139,7 @@ class Affine:
             return out + size * out.std() * torch.randn(frame, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
 
         with building.hooked([self.net.get_submodule(name).register_forward_hook(add)]):
-            given = self._given()
+            given = self._given(self.reached.neurons[name])
         return {node: given[node] - self.given[node] for node in self.reached.neurons[name]}
 
 

@@ -97,8 +97,8 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
         f"{len(plain)} run, {sum(r.converted > 0 for r in plain)} of these convert: {sum(r.converted for r in plain)} of "
         f"{sum(r.convs for r in plain)} convolutions. Of the {driving} that drive a neuron {shared} convert "
         f"({share(shared, driving)}).**",
-        f"- Of the {affine} that drive neurons of SpikingJelly's LIF, IF or PLIF by an affine map that is the same for "
-        f"every frame, which is all that can be shared without loss, {affine_shared} convert ({share(affine_shared, affine)}).",
+        f"- Of the {affine} that drive SpikingJelly's LIF, IF or PLIF by an affine map that is the same for every frame "
+        f"{affine_shared} convert ({share(affine_shared, affine)}). No other drive can be shared as the definition has it.",
         "- Where the author's neuron is registered (`sj_tac.register_neuron`), "
         f"{sum(r.converted for r in ran if r.registered)} more.",
         f"- {sum(r.approximate for r in plain)} more with `approximate: true`, where a MaxPool stands before the neuron. "

@@ -208,6 +208,26 @@ def test_what_is_refused_is_left_exactly_alone(reason):
     assert [type(m) for m in after.modules()] == [type(m) for m in before.modules()]
 
 
+class WrittenOut(nn.Module):
+    """A neuron over [N, T, ...] in plain torch, as TET has it."""
+
+    def forward(self, x):
+        membrane, spikes = 0, []
+        for t in range(x.shape[1]):
+            membrane = 0.5 * membrane + x[:, t]
+            spikes.append((membrane > 1).float())
+            membrane = (1 - spikes[-1]) * membrane
+        return torch.stack(spikes, 1)
+
+
+def test_a_neuron_that_is_written_out_is_named():
+    net = Around(*folding()[:2], WrittenOut(), forward=folded).eval()
+    refused = sj_tac.plan(net, "preserve", 2, example_input=torch.rand(2, 5, 2, 8, 8)).refused
+    assert [v.reason for v in refused] == ["NO_NEURON"]
+    assert "gt() in 'front.2' (WrittenOut) compares" in refused[0].detail
+    assert "sj_tac.register_neuron" in refused[0].hint
+
+
 def test_an_exact_rule_over_a_refused_conv_is_an_error_and_a_glob_is_a_report():
     net = CASES[Reason.POOL_BEFORE_NEURON]
     with pytest.raises(
