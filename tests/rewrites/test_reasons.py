@@ -221,8 +221,15 @@ class WrittenOut(nn.Module):
 
 
 def test_a_neuron_that_is_written_out_is_named():
-    net = Around(*folding()[:2], WrittenOut(), forward=folded).eval()
-    refused = sj_tac.plan(net, "preserve", 2, example_input=torch.rand(2, 5, 2, 8, 8)).refused
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.front = nn.ModuleList([*folding()[:2], WrittenOut()])
+
+        def forward(self, x):
+            return folded(self.front, x)
+
+    refused = sj_tac.plan(Net().eval(), "preserve", 2, example_input=torch.rand(2, 5, 2, 8, 8)).refused
     assert [v.reason for v in refused] == ["NO_NEURON"]
     assert "gt() in 'front.2' (WrittenOut) compares" in refused[0].detail
     assert "sj_tac.register_neuron" in refused[0].hint
