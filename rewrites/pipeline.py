@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap, verify as verification
+from rewrites.corrections import Correction
 from rewrites.observe import observe
 from rewrites.plan import Plan, analyse, report_on
 from rewrites.trace import as_arguments
@@ -22,15 +23,6 @@ from sj_tac.verdicts import Reason, Report
 RECORD = "_sj_tac"
 
 
-@dataclass(frozen=True)
-class Recalibrated:
-    """Running mean and variance [C] of a BatchNorm before and after they were re-estimated."""
-
-    before: tuple[Tensor, Tensor]
-    after: tuple[Tensor, Tensor]
-    moved: bool
-
-
 @dataclass
 class Record:
     """What a converted model carries: its plan, its hooks, what its policy was chosen by, what a sample showed."""
@@ -39,7 +31,7 @@ class Record:
     handles: list[RemovableHandle]
     title: str
     evidence: Any = None
-    recalibrated: dict[str, Recalibrated] = field(default_factory=dict)
+    corrected: dict[str, Correction] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

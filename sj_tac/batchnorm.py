@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rewrites.pipeline import Recalibrated, record_of
+from rewrites.corrections import STATISTICS, Correction, held, put, take_back
+from rewrites.pipeline import record_of
 from sj_tac import host
 from sj_tac.errors import BatchNormMovedWarning, ConversionError
 from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.swaps import is_swapped
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.measure import run_batch
+
+BY = "recalibrate"
 
 
 def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
@@ -60,25 +62,27 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
     if undo:
         if batches is not None:
             raise ConversionError("recalibrate: undo=True takes no batches; call it once without, once with them")
-        if not record.recalibrated:
+        names = [name for name, correction in record.corrected.items() if correction.by == BY]
+        if not names:
             raise ConversionError("recalibrate: there is nothing to undo; no statistics of this model were re-estimated")
-        names = list(record.recalibrated)
-        take_back(converted, record.recalibrated)
+        take_back(converted, record.corrected, names)
         return names
     placed = {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, Norm)}
     norms: dict[str, Any] = {name: norm for name, norm in placed.items() if norm.running_mean is not None}
-    held = {name: _statistics(norm) for name, norm in norms.items()}
-    first = {n: record.recalibrated.get(n, Recalibrated(held[n], held[n], norm._tac.moved)) for n, norm in norms.items()}
+    before = {name: held(norm, STATISTICS) for name, norm in norms.items()}
+    moved = {name: norm._tac.moved for name, norm in norms.items()}
     try:
         _estimate(converted, norms, batches)
     except BaseException:
         for name, norm in norms.items():
-            _put(norm, held[name])
-            norm._tac.moved = first[name].moved if name not in record.recalibrated else True
+            put(norm, before[name])
+            norm._tac.moved = moved[name]
         raise
     for name, norm in norms.items():
         norm._tac.moved = True
-        record.recalibrated[name] = replace(first[name], after=_statistics(norm))
+        # What the source had, however often this is called.
+        first = record.corrected.get(name, Correction(BY, before[name], moved=moved[name]))
+        record.corrected[name] = replace(first, by=BY, after=held(norm, STATISTICS))
     return list(norms)
 
 
@@ -96,29 +100,6 @@ def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> N
             for name, norm in norms.items():
                 norm.momentum = kept[name][0]
                 norm.num_batches_tracked.copy_(kept[name][1])
-
-
-def _statistics(norm: Any) -> tuple[Tensor, Tensor]:
-    return norm.running_mean.clone(), norm.running_var.clone()
-
-
-def _put(norm: Any, statistics: tuple[Tensor, Tensor]) -> None:
-    norm.running_mean.copy_(statistics[0])
-    norm.running_var.copy_(statistics[1])
-
-
-def is_as_made(norm: Any, made: Recalibrated) -> bool:
-    return all(torch.equal(now, then) for now, then in zip(_statistics(norm), made.after, strict=True))
-
-
-def take_back(converted: nn.Module, recalibrated: Mapping[str, Recalibrated]) -> None:
-    """The statistics of before, for these norms."""
-    record = record_of(converted, "recalibrate")
-    for name, found in dict(recalibrated).items():
-        norm: Any = converted.get_submodule(name)
-        _put(norm, found.before)
-        norm._tac.moved = found.moved
-        del record.recalibrated[name]
 
 
 def norms(converted: nn.Module) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rewrites import pipeline, swap
+from rewrites.corrections import is_as_made, take_back
 from rewrites.pipeline import RECORD, deep_copy, plan as plan, record_of, report as report
 from sj_tac import batchnorm
 from sj_tac.errors import ConversionError, PolicyError
@@ -90,8 +91,8 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
         converted = deep_copy(converted)
         record = record_of(converted, "restore")
     # Statistics that moved on after they were re-estimated are training's, and stay.
-    made = {n: r for n, r in record.recalibrated.items() if batchnorm.is_as_made(converted.get_submodule(n), r)}
-    batchnorm.take_back(converted, made)
+    made = [n for n, correction in record.corrected.items() if is_as_made(converted.get_submodule(n), correction)]
+    take_back(converted, record.corrected, made)
     batchnorm.warn_if_moved(batchnorm.norms(converted), "restore")
     swap.undo(converted, record.handles)
     delattr(converted, RECORD)
