@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap, verify as verification
-from rewrites.corrections import Correction
+from rewrites.corrections import Correction, take_back
 from rewrites.observe import observe
 from rewrites.plan import Plan, analyse, report_on
 from rewrites.trace import as_arguments
@@ -136,6 +136,16 @@ def deep_copy(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); make the weights "
             "plain first (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm), or pass inplace=True"
         ) from error
+
+
+def source_of(converted: nn.Module) -> nn.Module:
+    """A copy of the source of a converted model, with the parameters as they are now, and without corrections."""
+    source = deep_copy(converted)
+    record = record_of(source, "source_of")
+    take_back(source, record.corrected, [*record.corrected])
+    swap.undo(source, record.handles)
+    delattr(source, RECORD)
+    return source
 
 
 def record_of(model: Any, action: str) -> Record:

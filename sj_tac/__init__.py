@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sj_tac.policy import Policy, Rule
     from sj_tac.tuning.diagnosis import Diagnosis, diagnose
     from sj_tac.tuning.evidence import Evidence
+    from sj_tac.tuning.matching import Match, match
     from sj_tac.tuning.search import search
     from sj_tac.tuning.sensitivity import Sensitivity, sensitivity
     from sj_tac.verdicts import Reason, Report, Verdict
@@ -23,6 +24,7 @@ __all__ = [
     "TACTP",
     "Diagnosis",
     "Evidence",
+    "Match",
     "Policy",
     "Reason",
     "Report",
@@ -33,6 +35,7 @@ __all__ = [
     "diagnose",
     "freeze_bn",
     "functional",
+    "match",
     "plan",
     "recalibrate",
     "register_affine",
@@ -55,6 +58,7 @@ _HOMES = {
     "tuning.diagnosis": ("Diagnosis", "diagnose"),
     "tuning.sensitivity": ("Sensitivity", "sensitivity"),
     "tuning.evidence": ("Evidence",),
+    "tuning.matching": ("Match", "match"),
     "tuning.search": ("search",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

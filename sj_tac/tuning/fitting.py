@@ -1,0 +1,279 @@
+"""Corrections of a converted net, fitted layer by layer within one forward, each on inputs that are corrected already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewrites.chains import Chain
+from rewrites.corrections import STATISTICS, held, put
+from rewrites.plan import Plan
+from sj_tac import host
+from sj_tac.runtime.drives import Drive
+from sj_tac.runtime.expressions import SharedExpression
+from sj_tac.runtime.groups import Groups
+from sj_tac.runtime.layers import Norm
+from sj_tac.runtime.neurons import UnitModule
+from sj_tac.runtime.runs import Inputs, Run
+from sj_tac.runtime.swaps import is_swapped
+from sj_tac.runtime.values import Frames, Shared
+from sj_tac.tuning.batches import Batch
+from sj_tac.tuning.measure import run_batch
+
+# How far the standard deviation of a channel's drive may be stretched, and, as a logarithm, its gain.
+STRETCH, GAIN = (0.2, 5.0), 1.0
+HALVINGS = 8
+# Below this a channel of the drive varies too little, relative to its norm's own statistics, or fires too seldom.
+SILENT = 1e-3
+# Samples on which rates are fitted: every halving runs the neuron on them.
+SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a converted net can be corrected: its swapped norms, and convolutions without one that have a bias.
+
+    Attributes:
+        norms, convs: names. norm_of: the norm behind the convolution of that name. direct: convolutions whose drive goes
+            to one neuron alone, with nothing added. units: neurons that run fused.
+    """
+
+    norms: tuple[str, ...]
+    convs: tuple[str, ...]
+    norm_of: Mapping[str, str]
+    direct: frozenset[str]
+    units: tuple[str, ...]
+
+    @classmethod
+    def of(cls, converted: nn.Module, plan: Plan) -> Places:
+        modules = dict(converted.named_modules())
+        norms = [n for n, m in modules.items() if is_swapped(m) and isinstance(m._tac, Norm) and m.running_mean is not None]
+        norm_of, convs, direct = {}, [], set()
+        for name in plan.layout.drives:
+            chain = plan.chains[name]
+            assert isinstance(chain, Chain)
+            inner = next((n for n in norms if n.startswith(f"{chain.site}.")), None) if chain.site != name else None
+            norm = chain.norm or inner
+            direct |= {name} if chain.direct else set()
+            if norm in norms:
+                norm_of[name] = str(norm)
+            elif norm is None and chain.site == name and modules[name].bias is not None:
+                convs.append(name)
+        units = tuple(n for n, m in modules.items() if isinstance(m, UnitModule))
+        return cls(tuple(norms), tuple(convs), norm_of, frozenset(direct), units)
+
+    def take(self, converted: nn.Module) -> dict[str, dict[str, Tensor]]:
+        """Copies of all that a fit may write, by module."""
+        found = {name: held(converted.get_submodule(name), STATISTICS) for name in self.norms}
+        return found | {name: held(converted.get_submodule(name), ("bias",)) for name in self.convs}
+
+
+def put_all(converted: nn.Module, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    for name, values in tensors.items():
+        put(converted.get_submodule(name), values)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What the source does on the batch that is fitted.
+
+    Attributes:
+        moments: mean and standard deviation [C] of what a norm is given, or a convolution without a norm gives.
+        rates: spikes a step of every channel [C] of a neuron.
+    """
+
+    moments: Mapping[str, tuple[Tensor, Tensor]]
+    rates: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, source: nn.Module, places: Places, batch: Batch, seed: int) -> Aim:
+        """Raises BatchError where the source does not run on the batch."""
+        moments: dict[str, tuple[Tensor, Tensor]] = {}
+        rates: dict[str, Tensor] = {}
+        with host.looked_at(source):
+            for name in places.norms:
+                hook = _noting(moments, name, lambda module, args, out=None: _moments(args[0], module))
+                source.get_submodule(name).register_forward_pre_hook(hook)
+            for name in places.convs:
+                hook = _noting(moments, name, lambda module, args, out=None: _moments(out, module))
+                source.get_submodule(name).register_forward_hook(hook)
+            for name, module in source.named_modules():
+                if host.is_neuron(module) or host.is_registered_neuron(module):
+                    module.register_forward_hook(_noting(rates, name, lambda module, args, out=None: _rate(out)))
+            torch.manual_seed(seed)
+            run_batch(source, batch, 0)
+        return cls(moments, rates)
+
+
+def _noting(found: dict[str, Any], name: str, look: Callable[..., Any]) -> Callable[..., None]:
+    def hook(module: nn.Module, *given: Any) -> None:
+        found[name] = look(module, *given)
+
+    hook.of_sj_tac = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _moments(x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of every channel of frames, ordinary or compact, weighed by the steps they stand for."""
+    if isinstance(x, Shared) and x.intact and x.is_bare:
+        frames, lengths = x.expression.mapped(), x.expression.groups.frames
+    elif isinstance(x, Frames):
+        frames, lengths = x.expression.make(), ()
+    else:
+        steps = host.is_multi_step(module) and not _folds(module)
+        frames, lengths = x if steps else x[None], ()
+    dims = [d for d in range(1, frames.dim()) if d != 2]
+    var, mean = torch.var_mean(frames.float() if frames.dtype == torch.half else frames, dims, correction=0)
+    var, mean = var.double(), mean.double()
+    weights = torch.tensor(lengths or [1] * len(mean), dtype=torch.float64, device=mean.device)
+    weights = (weights / weights.sum())[:, None]
+    whole = (weights * mean).sum(0)
+    return whole, ((weights * (var + (mean - whole) ** 2)).sum(0)).sqrt()
+
+
+def _folds(module: nn.Module) -> bool:
+    """True for one of torch's own modules, which take frames [T * N, ...]."""
+    return not isinstance(module, host.StepModule)
+
+
+def _rate(spikes: Tensor) -> Tensor:
+    frames = spikes.expression.make() if isinstance(spikes, Frames) else spikes
+    return frames.double().mean([d for d in range(frames.dim()) if d != 2])
+
+
+class Fit:
+    """Fits corrections to a converted net, in place, while it runs on a batch once.
+
+    Args:
+        moments: give every drive the mean and standard deviation that it has in the source.
+        rates: then scale drives until every channel of a fused neuron fires as often as in the source.
+    """
+
+    def __init__(self, converted: nn.Module, places: Places, aim: Aim, *, moments: bool, rates: bool) -> None:
+        self.converted, self.places, self.aim = converted, places, aim
+        self.moments, self.rates = moments, rates
+        self.skipped: dict[str, str] = {}
+
+    def __call__(self, batch: Batch, seed: int) -> dict[str, Tensor]:
+        """Fit, and give the rates [C] of all neurons under what was fitted. Raises BatchError."""
+        found: dict[str, Tensor] = {}
+        with host.looked_at(self.converted):
+            get = self.converted.get_submodule
+            if self.moments:
+                for name in self.places.norms:
+                    get(name).register_forward_pre_hook(_own(self._to_moments, name))
+                for name in self.places.convs:
+                    get(name).register_forward_hook(_own(self._to_mean, name))
+            if self.rates:
+                for name in self.places.units:
+                    get(name).register_forward_pre_hook(_own(self._to_rates, name))
+            for name in self.aim.rates:
+                get(name).register_forward_hook(_noting(found, name, lambda module, args, out=None: _rate(out)))
+            torch.manual_seed(seed)
+            run_batch(self.converted, batch, 0)
+        return found
+
+    def _to_moments(self, name: str, norm: Any, args: tuple[Any, ...]) -> None:
+        """``I' = a (y - m) s0 / s + a m0 + c``, for the source's moments m0, s0 and those here, m, s."""
+        mean, std = _moments(args[0], norm)
+        aimed_mean, aimed_std = self.aim.moments[name]
+        now = {key: value.double() for key, value in held(norm, STATISTICS).items()}
+        usual = (now["running_var"] + norm.eps).sqrt()
+        usable = (std > SILENT * usual) & (aimed_std > SILENT * usual)
+        ratio = torch.where(usable, (aimed_std / std.clamp_min(1e-30)).clamp(*STRETCH), 1.0)
+        moved = torch.where(usable, mean + (now["running_mean"] - aimed_mean) / ratio, now["running_mean"])
+        put(norm, {"running_mean": moved, "running_var": (now["running_var"] + norm.eps) / ratio**2 - norm.eps})
+
+    def _to_mean(self, name: str, conv: Any, args: tuple[Any, ...], out: Any) -> Any:
+        """A convolution without a norm can be shifted alone, by its bias."""
+        shift = (self.aim.moments[name][0] - _moments(out, conv)[0]).to(conv.bias.dtype)
+        put(conv, {"bias": conv.bias + shift})
+        if isinstance(out, Shared):
+            compact = out.expression.mapped()
+            return out.like(compact + shift.view(-1, *[1] * (compact.dim() - 3)), out.folded)
+        return out + shift.view(-1, *[1] * (out.dim() - (2 if _folds(conv) else 3)))
+
+    def _to_rates(self, name: str, unit: Any, args: tuple[Any, ...]) -> Any:
+        """``I' = g I`` per channel, for the gain g that gives the channel the source's rate, found by bisection."""
+        x = args[0]
+        maker = x.maker if isinstance(x, Shared) and x.intact and not x.merges else None
+        conv = maker.name if isinstance(maker, Drive) else ""
+        norm_name = self.places.norm_of.get(conv)
+        # With no affine map noted a pool may stand between, but a sum could not be told from one drive.
+        if norm_name is None or (x.expression.affine is None and not (x.is_bare and conv in self.places.direct)):
+            self.skipped[name] = "its drive is not that of one norm"
+            return None
+        norm: Any = self.converted.get_submodule(norm_name)
+        scale, shift = (value.detach() for value in host.affine(norm, norm._tac._affine))
+        expression: SharedExpression = x.expression
+        noted = expression.affine
+        if noted is not None and not (torch.equal(noted[0], scale) and torch.equal(noted[1], shift)):
+            self.skipped[name] = "its drive is not that of one norm"
+            return None
+        gain = self._gain(name, unit, expression)
+        gain = torch.where(scale.double().abs() > 1e-12, gain, 1.0)
+        self._write(norm, gain, scale.double(), shift.double())
+        like = gain.to(scale.dtype)
+        if noted is not None:
+            scaled = SharedExpression(
+                expression.compact, expression.groups, (scale * like, shift * like), expression.residual
+            )
+        else:
+            by_channel = gain.to(expression.compact.dtype).view(-1, *[1] * (expression.compact.dim() - 3))
+            scaled = SharedExpression(expression.compact * by_channel, expression.groups, None, expression.residual)
+        made = Shared.of(scaled, x.means, x.folded)
+        made.__dict__.update({"maker": x.maker, "merges": x.merges, "normalize": x.normalize})
+        return (made, *args[1:])
+
+    def _gain(self, name: str, unit: Any, expression: SharedExpression) -> Tensor:
+        """The gain [C] of the drive's own branch that gives every channel its rate; 1 where it comes no nearer."""
+        aimed = self.aim.rates[name]
+        groups = expression.groups
+        few = slice(None, SAMPLES)
+        compact = expression.compact[:, few]
+        residual = None if expression.residual is None else expression.residual.make()[:, few].contiguous()
+        steps = sum(groups.steps)
+        weights, size = unit._tac.mean_weights(Groups((steps,), (steps,)), (compact.dtype, compact.device))
+
+        def rates(logarithm: Tensor) -> Tensor:
+            gain = logarithm.exp().to(compact.dtype)
+            scale, shift = expression.affine or (torch.ones_like(gain), torch.zeros_like(gain))
+            w = unit._parameters.get("w")
+            inputs = Inputs(compact.contiguous(), None, residual, gain * scale.detach(), gain * shift.detach(), w)
+            fired = Run(unit, inputs, list(groups.steps), False, True)(None, weights, size)[0]
+            return fired.double().mean([d for d in range(fired.dim()) if d != 2])
+
+        low, high = torch.full_like(aimed, -GAIN), torch.full_like(aimed, GAIN)
+        before = rates(torch.zeros_like(aimed))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            less = rates(middle) < aimed
+            low, high = torch.where(less, middle, low), torch.where(less, high, middle)
+        found = (low + high) / 2
+        nearer = ((rates(found) - aimed).abs() < (before - aimed).abs()) & (aimed > SILENT) & (before > 0)
+        return torch.where(nearer, found, torch.zeros_like(found)).exp()
+
+    def _write(self, norm: Any, gain: Tensor, scale: Tensor, shift: Tensor) -> None:
+        """``a' = g a, c' = g c`` as running statistics: ``v' = (v + eps) / g^2 - eps, m' = m / g + c (1 - g) / (g a)``."""
+        now = {key: value.double() for key, value in held(norm, STATISTICS).items()}
+        safe = torch.where(scale.abs() > 1e-12, scale, 1.0)
+        mean = now["running_mean"] / gain + shift * (1 - gain) / (gain * safe)
+        put(
+            norm,
+            {
+                "running_mean": torch.where(gain == 1, now["running_mean"], mean),
+                "running_var": (now["running_var"] + norm.eps) / gain**2 - norm.eps,
+            },
+        )
+
+
+def _own(action: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def hook(module: nn.Module, *given: Any) -> Any:
+        return action(name, module, *given)
+
+    hook.of_sj_tac = True  # type: ignore[attr-defined]
+    return hook

@@ -1,0 +1,307 @@
+"""Match a converted net to its source without labels: correct what aggregated drives lose, and keep what proves nearer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from rewrites.corrections import Correction, take_back
+from rewrites.pipeline import Record, record_of, source_of
+from rewrites.verify import tensors
+from sj_tac import host
+from sj_tac.errors import BatchError, ConversionError, PolicyError, refuse_unknown
+from sj_tac.policy import nearest
+from sj_tac.runtime.layers import Norm
+from sj_tac.support.printing import Shown
+from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.fitting import Aim, Fit, Places, put_all
+from sj_tac.tuning.measure import Decode, run_batch, scores
+from sj_tac.tuning.progress import Bar
+
+BY = "match"
+NONE = "none"
+# What a method fits: moments of drives, firing rates, or both.
+METHODS = {NONE: (False, False), "moments": (True, False), "rates": (False, True), "both": (True, True)}
+SAMPLES = 64
+
+
+class MatchOptions(TypedDict, total=False):
+    """What ``match`` takes by keyword beside the method."""
+
+    samples: int
+    decode: Decode | None
+    source: nn.Module | None
+    seed: int
+    progress: bool
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One method on the samples that were held out.
+
+    Attributes:
+        agreement: share of the source's predictions that the net shares; None where its output is no class scores.
+        distance: KL divergence of the outputs from the source's, in nats; else the mean squared difference, over the
+            variance of the source's.
+    """
+
+    method: str
+    agreement: float | None
+    distance: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Spikes a step of one neuron, the mean over its channels, on the samples that were fitted."""
+
+    neuron: str
+    source: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Match(Shown):
+    """What ``match`` did. ``print`` shows tables.
+
+    Attributes:
+        method: what was kept: "none", "moments", "rates" or "both". candidates: all that were tried, "none" first.
+        layers: firing rates of every neuron. corrected: names of the modules that were written to.
+        skipped: neurons whose rates could not be fitted, and why.
+        fitted, held_out: numbers of samples. seconds: of the whole call.
+    """
+
+    method: str
+    candidates: tuple[Candidate, ...]
+    layers: tuple[Rates, ...]
+    corrected: tuple[str, ...]
+    skipped: Mapping[str, str]
+    fitted: int
+    held_out: int
+    seconds: float
+
+    @property
+    def before(self) -> Candidate:
+        """The converted net as it was."""
+        return self.candidates[0]
+
+    @property
+    def after(self) -> Candidate:
+        """The converted net as it is now."""
+        return next(c for c in self.candidates if c.method == self.method)
+
+    def __rich__(self) -> Table:
+        head = (
+            f"Matched by {self.method!r}, on {self.fitted} samples, chosen on {self.held_out} others, {self.seconds:.1f} s"
+        )
+        table = Table(title=head, title_justify="left", caption=self._words(), caption_justify="left")
+        for column in ("neuron", "rate, source", "before", "after"):
+            table.add_column(column, justify="left" if column == "neuron" else "right")
+        for row in self.layers:
+            table.add_row(row.neuron, f"{row.source:.4f}", f"{row.before:.4f}", f"{row.after:.4f}")
+        return table
+
+    def _words(self) -> str:
+        tried = [
+            f"{c.method}: squared difference {c.distance:.3g}"
+            if c.agreement is None
+            else f"{c.method}: agreement {100 * c.agreement:.1f} %, KL {c.distance:.3g}"
+            for c in self.candidates
+        ]
+        left = [f"{name} keeps its rate: {why}" for name, why in self.skipped.items()]
+        return "\n".join([*tried, *left])
+
+
+class Matcher:
+    """Matches nets that were converted from one source, on the same samples; what is known of the source is measured once.
+
+    Args:
+        batches: every second sample is fitted, at most ``samples`` of them; on the others methods are compared.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        batches: Sequence[Batch],
+        decode: Decode | None = None,
+        seed: int = 0,
+        samples: int = SAMPLES,
+    ) -> None:
+        self.source, self.decode, self.seed = source, decode, seed
+        self.fitted, self.rest = _halves(batches, samples)
+        self.expected = _outputs(source, self.rest, decode, seed)
+        self.classifies = self.expected.dim() == 2
+        self.known: list[tuple[Places, Aim]] = []
+
+    def aim(self, places: Places) -> Aim:
+        """What the source does where nets are corrected."""
+        found = next((aim for known, aim in self.known if known == places), None)
+        if found is None:
+            found = Aim.of(self.source, places, self.fitted, self.seed)
+            self.known.append((places, found))
+        return found
+
+    def __call__(self, converted: nn.Module, methods: Sequence[str], tick: Any = lambda what: None) -> Match:
+        """Correct a net in place. Raises BatchError; the net is then as it was."""
+        begun = time.monotonic()
+        record = record_of(converted, BY)
+        places = Places.of(converted, record.plan)
+        aim = self.aim(places)
+        with _all_or_nothing(converted, record, places):
+            take_back(converted, record.corrected, [*record.corrected])
+            plain = places.take(converted)
+            rates, skipped, fits, tried = {}, {}, {}, {}
+            for method in (NONE, *methods):
+                put_all(converted, plain)
+                fit = Fit(converted, places, aim, moments=METHODS[method][0], rates=METHODS[method][1])
+                rates[method], skipped[method] = fit(self.fitted, self.seed), fit.skipped
+                fits[method], tried[method] = places.take(converted), self._compared(method, converted)
+                tick(method)
+            best = min(tried.values(), key=lambda c: (c.distance, c.method != NONE)).method
+            put_all(converted, fits[best])
+        for name in plain:
+            if any(not torch.equal(plain[name][key], value) for key, value in fits[best][name].items()):
+                moved = bool(getattr(converted.get_submodule(name)._tac, "moved", False))
+                record.corrected[name] = Correction(BY, plain[name], fits[best][name], moved)
+        return Match(
+            method=best,
+            candidates=tuple(tried.values()),
+            layers=_rates(aim.rates, rates[NONE], rates[best]),
+            corrected=tuple(record.corrected),
+            skipped=skipped[best],
+            fitted=self.fitted.samples,
+            held_out=sum(batch.samples for batch in self.rest),
+            seconds=time.monotonic() - begun,
+        )
+
+    def _compared(self, method: str, converted: nn.Module) -> Candidate:
+        got = _outputs(converted, self.rest, self.decode, self.seed)
+        if not self.classifies:
+            return Candidate(method, None, ((got - self.expected) ** 2).mean().item() / self.expected.var().item())
+        logs = torch.log_softmax(self.expected, 1), torch.log_softmax(got, 1)
+        kl = (logs[0].exp() * (logs[0] - logs[1])).sum(1).mean().item()
+        alike = (got.argmax(1) == self.expected.argmax(1)).double().mean().item()
+        return Candidate(method, alike, max(0.0, kl))
+
+
+@contextmanager
+def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Iterator[None]:
+    """Put everything back that a fit writes, where it fails."""
+    held, corrected = places.take(converted), dict(record.corrected)
+    moved = {name: norm.moved for name, norm in _norms(converted)}
+    try:
+        yield
+    except BaseException:
+        put_all(converted, held)
+        record.corrected.clear()
+        record.corrected.update(corrected)
+        for name, norm in _norms(converted):
+            norm.moved = moved[name]
+        raise
+
+
+def _norms(converted: nn.Module) -> list[tuple[str, Norm]]:
+    roles = ((name, module.__dict__.get("_tac")) for name, module in converted.named_modules())
+    return [(name, role) for name, role in roles if isinstance(role, Norm)]
+
+
+def _halves(batches: Sequence[Batch], samples: int) -> tuple[Batch, list[Batch]]:
+    """Every second sample, at most ``samples`` of them, in one batch; and the others."""
+    total = sum(batch.samples for batch in batches)
+    if total < 2:
+        raise BatchError(
+            "match needs at least two samples: one half is fitted, on the other methods are compared; give 16 or more"
+        )
+    frames = [batch.frames for batch in batches]
+    first, parts, rest, at = batches[0], [], [], 0
+    for batch, x in zip(batches, frames, strict=True):
+        even = [i for i in range(batch.samples) if (at + i) % 2 == 0]
+        odd = [i for i in range(batch.samples) if (at + i) % 2]
+        at += batch.samples
+        parts += [x[:, even]] if even else []
+        rest += [Batch(x[:, odd], None, batch.batch_first)] if odd else []
+    if any(part.shape[2:] != parts[0].shape[2:] for part in parts):
+        shapes = sorted({tuple(part.shape[2:]) for part in parts})
+        raise BatchError(
+            f"match fits all samples at once, but they have frames of shapes {shapes}; give samples of one shape"
+        )
+    return Batch(torch.cat(parts, 1)[:, :samples], None, first.batch_first), rest
+
+
+def _outputs(net: nn.Module, batches: Sequence[Batch], decode: Decode | None, seed: int) -> Tensor:
+    """Class scores [N, C], or where the output is something else, all of it as one row of numbers."""
+    try:
+        return scores(net, batches, decode, seed)
+    except BatchError:
+        if decode is not None:
+            raise
+    found = []
+    with host.looked_at(net):
+        torch.manual_seed(seed)
+        for number, batch in enumerate(batches):
+            found += [x.double().flatten() for x in tensors(run_batch(net, batch, number))]
+    return torch.cat(found)
+
+
+def _rates(source: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[Rates, ...]:
+    named = [name for name in source if name in before and name in after]
+    return tuple(Rates(name, *(float(x[name].mean()) for x in (source, before, after))) for name in named)
+
+
+def match(
+    converted: nn.Module, batches: Any = None, *, method: str = "auto", undo: bool = False, **options: Unpack[MatchOptions]
+) -> Match | None:
+    """Correct a converted net, in place, so that it answers as its source does. No labels are needed.
+
+    Frames that share a drive make neurons fire more or less often than in the source, layer by layer more so. "moments"
+    gives every drive the mean and the standard deviation that it has in the source; "rates" scales drives until every
+    channel of a neuron fires as often as there; "both" does one after the other. Each is fitted on every second sample and
+    compared on the others: what is nearest to the source, by the KL divergence of the outputs, stays. That may be "none".
+    Corrections are written into running statistics (of a convolution without a norm, into its bias): no key is added, and
+    nothing is slower. Equations: docs/equations.md.
+
+    Args:
+        converted: a net of ``sj_tac.convert``. Corrections fit its k and modes: ``set_k`` takes them back, as ``restore``
+            and ``undo=True`` do.
+        batches: a few batches of frames [T, N, C, H, W], 16 samples or more in all; labels are not used. "rates" wants them
+            to be like those that will come; "moments" serves other ones, too.
+        method: "auto" tries all; "moments", "rates" or "both" are tried beside "none".
+        undo: take the corrections back instead.
+        samples (in ``options``, as what follows): at most so many are fitted, in one batch, default 64.
+        decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C]. Without it other outputs
+            are compared by their mean squared difference.
+        source: the net that it was converted from; default: ``restore`` of a copy.
+        seed: of random encoders in the net, default 0. progress: show a bar, default True.
+
+    Returns:
+        What it did, a ``Match``; None where ``undo``.
+
+    Raises:
+        ConversionError: not a converted model, or nothing to undo. PolicyError: no such method. BatchError: batches that
+            cannot be used, or that the model does not run on; nothing is then changed.
+    """
+    refuse_unknown("match", options, MatchOptions.__annotations__)
+    record = record_of(converted, "match")
+    if undo:
+        if batches is not None:
+            raise ConversionError("match: undo=True takes no batches; call it once without, once with them")
+        names = [name for name, correction in record.corrected.items() if correction.by == BY]
+        if not names:
+            raise ConversionError("match: there is nothing to undo; nothing of this model was corrected")
+        take_back(converted, record.corrected, names)
+        return None
+    methods = tuple(METHODS)[1:] if method == "auto" else (method,)
+    if method not in ("auto", *methods) or not set(methods) <= METHODS.keys() - {NONE}:
+        raise PolicyError(f"match: method={method!r}; {nearest(method, ['auto', *METHODS])}")
+    held = collect(batches, converted)
+    source = options.get("source") or source_of(converted)
+    with Bar("match", 1 + len(methods), options.get("progress", True)) as bar:
+        matcher = Matcher(source, held, options.get("decode"), options.get("seed", 0), options.get("samples", SAMPLES))
+        return matcher(converted, methods, bar.step)
