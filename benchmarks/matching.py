@@ -1,0 +1,149 @@
+"""What match and recalibrate bring back: python -m benchmarks.matching --cache FOLDER [--nmnist FILE] [--task IF ...]
+
+Every net is trained here, with three seeds, and kept in FOLDER. Of each conversion: agreement with the source and accuracy
+on samples that were neither trained on nor fitted, as it is ("plain"), recalibrated, and matched, with three draws of 32
+unlabeled calibration samples; on clean data, with half the events, and with noise, where both corrections see such data.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import training
+from datasets import Frames
+
+import sj_tac
+from benchmarks import measure
+from benchmarks.matching_nets import SHIFTS, TASKS, Task, split
+from sj_tac.support import machine
+from sj_tac.support.files import write_text
+from sj_tac.tuning.batches import Batch
+from sj_tac.tuning.measure import accuracy, scores
+
+POLICIES = {f"{mode} {k}": (mode, k) for mode, k in (("preserve", 2), ("preserve", 4), ("preserve", 8), ("collapse", 4))}
+SAMPLES, DRAWS, BATCH = 32, 3, 100
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained net, and what it is judged by."""
+
+    net: nn.Module
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+
+def trained(name: str, task: Task, seed: int, options: Namespace) -> Trained:
+    """The net of a seed, from the cache where it is there. Fused, at k = 1, it trains faster and to the same end."""
+    train, test = split(task.data, options.nmnist, options.cache, options.quick)
+    torch.manual_seed(seed)
+    net = task.build()
+    recipe = training.Recipe(1 if options.quick else task.epochs, 32, task.rate, "rate", seed)
+    fast = sj_tac.convert(net, "preserve", 1)
+    training.fit(fast, Frames(*train, 2), recipe, options.cache / f"{name}-{seed}")
+    return Trained(sj_tac.restore(fast).eval(), train, test)
+
+
+def batches(frames: Tensor) -> list[Batch]:
+    return [Batch(part) for part in frames.split(BATCH, 1)]
+
+
+def rows(name: str, task: Task, seed: int, options: Namespace) -> Iterator[dict[str, Any]]:
+    """Figures of every policy, shift, draw and method."""
+    found = trained(name, task, seed, options)
+    for shift, change in SHIFTS.items():
+        test = batches(change(found.test[0], 100 + seed))
+        expected = scores(found.net, test)
+        source = accuracy(expected.argmax(1), found.test[1])
+        for policy, (mode, k) in POLICIES.items():
+            plain = sj_tac.convert(found.net, mode, k)
+
+            def judged(net: nn.Module, method: str, **more: Any) -> dict[str, Any]:
+                got = scores(net, test).argmax(1)
+                figures = {"agreement": accuracy(got, expected.argmax(1)), "accuracy": accuracy(got, found.test[1])}
+                return (
+                    {"task": name, "seed": seed, "shift": shift, "policy": policy, "method": method, "source": source}
+                    | figures
+                    | more
+                )
+
+            yield judged(plain, "plain")
+            for draw in range(DRAWS):
+                generator = torch.Generator().manual_seed(1000 * seed + draw)
+                chosen = torch.randperm(found.train[0].shape[1], generator=generator)[:SAMPLES]
+                calibration = change(found.train[0][:, chosen], 200 + draw)
+                net = copy.deepcopy(plain)
+                sj_tac.recalibrate(net, calibration)
+                yield judged(net, "recalibrate", draw=draw)
+                for method in options.methods:
+                    net = copy.deepcopy(plain)
+                    begun = time.perf_counter()
+                    matched = sj_tac.match(net, calibration, method=method, source=found.net, progress=False)
+                    assert matched is not None
+                    more = {"seconds": time.perf_counter() - begun, "kept": matched.method}
+                    yield judged(net, "match" if method == "auto" else method, draw=draw, **more)
+
+
+def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation over seeds and draws."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in found:
+        groups.setdefault((row["task"], row["shift"], row["policy"], row["method"]), []).append(row)
+    made = []
+    for (task, shift, policy, method), same in groups.items():
+        entry: dict[str, Any] = {"task": task, "shift": shift, "policy": policy, "method": method, "runs": len(same)}
+        for figure in ("agreement", "accuracy", "source"):
+            values = [100 * row[figure] for row in same]
+            entry[figure] = [statistics.mean(values), statistics.pstdev(values)]
+        entry["least"] = 100 * min(row["agreement"] for row in same)
+        kept = [row["kept"] for row in same if "kept" in row]
+        entry["kept"] = {method: kept.count(method) for method in sorted(set(kept))}
+        made.append(entry)
+    return made
+
+
+def main() -> None:
+    made = measure.parser(__doc__ or "")
+    made.add_argument("--cache", type=Path, required=True, help="folder of trained nets and generated data")
+    made.add_argument("--nmnist", type=Path, help="an archive of N-MNIST recordings (default: the shipped 100)")
+    made.add_argument("--task", action="append", choices=list(TASKS), help="only these (default: all)")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    made.add_argument("--methods", nargs="+", default=["auto"], help="of match (default: auto)")
+    made.add_argument("--quick", action="store_true", help="few samples, one epoch: a trial of the script")
+    options = measure.parsed(made)
+    options.cache.mkdir(parents=True, exist_ok=True)
+    out = options.out or measure.RESULTS / f"matching-cpu-{date.today().isoformat()}.json"
+    console, found = Console(width=125), []
+    for name in options.task or TASKS:
+        for seed in options.seeds:
+            found += list(rows(name, TASKS[name], seed, options))
+            content = {"kind": "matching", "machine": machine.describe(), "summary": summary(found), "rows": found}
+            write_text(out, json.dumps(content, indent=1) + "\n")
+        for entry in summary(found):
+            if entry["task"] == name:
+                agreement, accurate, source = (entry[key] for key in ("agreement", "accuracy", "source"))
+                console.print(
+                    f"{name} {entry['shift']:6} {entry['policy']:11} {entry['method']:12} agreement {agreement[0]:5.1f} "
+                    f"+-{agreement[1]:4.1f} accuracy {accurate[0]:5.1f} of {source[0]:5.1f} {entry['kept']}"
+                )
+    console.print(f"Written: {out}")
+
+
+if __name__ == "__main__":
+    main()
