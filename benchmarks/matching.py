@@ -64,40 +64,46 @@ def batches(frames: Tensor) -> list[Batch]:
     return [Batch(part) for part in frames.split(BATCH, 1)]
 
 
+@dataclass(frozen=True)
+class Judge:
+    """Measures nets on one kind of samples, beside their source."""
+
+    source: nn.Module
+    frames: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "expected", scores(self.source, batches(self.frames)).argmax(1))
+
+    def __call__(self, net: nn.Module) -> dict[str, float]:
+        got, expected = scores(net, batches(self.frames)).argmax(1), self.expected  # type: ignore[attr-defined]
+        named = {"agreement": (got, expected), "accuracy": (got, self.labels), "source": (expected, self.labels)}
+        return {name: accuracy(*pair) for name, pair in named.items()}
+
+
 def rows(name: str, task: Task, seed: int, options: Namespace) -> Iterator[dict[str, Any]]:
     """Figures of every policy, shift, draw and method."""
     found = trained(name, task, seed, options)
     for shift, change in SHIFTS.items():
-        test = batches(change(found.test[0], 100 + seed))
-        expected = scores(found.net, test)
-        source = accuracy(expected.argmax(1), found.test[1])
+        judge = Judge(found.net, change(found.test[0], 100 + seed), found.test[1])
         for policy, (mode, k) in POLICIES.items():
+            where = {"task": name, "seed": seed, "shift": shift, "policy": policy}
             plain = sj_tac.convert(found.net, mode, k)
-
-            def judged(net: nn.Module, method: str, **more: Any) -> dict[str, Any]:
-                got = scores(net, test).argmax(1)
-                figures = {"agreement": accuracy(got, expected.argmax(1)), "accuracy": accuracy(got, found.test[1])}
-                return (
-                    {"task": name, "seed": seed, "shift": shift, "policy": policy, "method": method, "source": source}
-                    | figures
-                    | more
-                )
-
-            yield judged(plain, "plain")
+            yield where | {"method": "plain"} | judge(plain)
             for draw in range(DRAWS):
                 generator = torch.Generator().manual_seed(1000 * seed + draw)
                 chosen = torch.randperm(found.train[0].shape[1], generator=generator)[:SAMPLES]
                 calibration = change(found.train[0][:, chosen], 200 + draw)
                 net = copy.deepcopy(plain)
                 sj_tac.recalibrate(net, calibration)
-                yield judged(net, "recalibrate", draw=draw)
+                yield where | {"method": "recalibrate", "draw": draw} | judge(net)
                 for method in options.methods:
                     net = copy.deepcopy(plain)
                     begun = time.perf_counter()
                     matched = sj_tac.match(net, calibration, method=method, source=found.net, progress=False)
                     assert matched is not None
-                    more = {"seconds": time.perf_counter() - begun, "kept": matched.method}
-                    yield judged(net, "match" if method == "auto" else method, draw=draw, **more)
+                    more = {"method": "match" if method == "auto" else method, "draw": draw, "kept": matched.method}
+                    yield where | more | {"seconds": time.perf_counter() - begun} | judge(net)
 
 
 def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

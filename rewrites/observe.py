@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rewrites.trace import copied
 from rewrites.verify import tensors
 from sj_tac import host
+from sj_tac.verdicts import AT_RISK, HELP
 
 SECONDS = 0.5  # for the times, beyond one run of each
 SLOWER = 1.05
@@ -30,7 +31,8 @@ def observe(
     if not aggregates:
         return found
     before, after = _run(source, arguments), _run(converted, arguments)
-    return found + _predictions(before[0], after[0]) + _rates(before[1], after[1])
+    moved = _predictions(before[0], after[0]) + _rates(before[1], after[1])
+    return found + ([f"{AT_RISK}: {'; '.join(moved)}; {HELP}"] if moved else [])
 
 
 def _times(source: nn.Module, converted: nn.Module, arguments: tuple[Any, ...]) -> list[str]:
@@ -85,7 +87,7 @@ def _predictions(before: list[Tensor], after: list[Tensor]) -> list[str]:
     moved = int((a.argmax(-1) != b.argmax(-1)).sum())
     if not moved:
         return []
-    return [f"{moved} of {a.shape[0]} samples get another prediction than from the source; check the accuracy on your data"]
+    return [f"{moved} of {a.shape[0]} samples get another prediction than from the source"]
 
 
 def _rates(before: dict[str, float], after: dict[str, float]) -> list[str]:

@@ -18,20 +18,25 @@ from sj_tac import host
 from sj_tac.errors import ConversionError, ModelTypeError
 from sj_tac.kernels import backends
 from sj_tac.runtime.swaps import is_swapped
-from sj_tac.verdicts import Reason, Report
+from sj_tac.verdicts import AT_RISK, Reason, Report
 
 RECORD = "_sj_tac"
 
 
 @dataclass
 class Record:
-    """What a converted model carries: its plan, its hooks, what its policy was chosen by, what a sample showed."""
+    """What a converted model carries: its plan, its hooks, what its policy was chosen by, what a sample showed.
+
+    Attributes:
+        corrected: by the name of a module. matched: what ``match`` did, in a sentence; empty where it was not called.
+    """
 
     plan: Plan
     handles: list[RemovableHandle]
     title: str
     evidence: Any = None
     corrected: dict[str, Correction] = field(default_factory=dict)
+    matched: str = ""
     notes: tuple[str, ...] = ()
 
 
@@ -106,7 +111,11 @@ def report(converted: nn.Module) -> Report:
     """What became of every conv of a converted model. MACs show once it has seen an input. Raises ConversionError."""
     record = record_of(converted, "report")
     found = report_on(record.plan, converted, record.title)
-    return replace(found, evidence=record.evidence, notes=(*found.notes, *record.notes))
+    notes = [*found.notes, *record.notes]
+    if record.matched:
+        # What was seen before it was matched is told no more.
+        notes = [*(note for note in notes if not note.startswith(AT_RISK)), record.matched]
+    return replace(found, evidence=record.evidence, notes=tuple(notes))
 
 
 def check_plain(model: Any) -> None:

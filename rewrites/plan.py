@@ -26,7 +26,10 @@ from sj_tac.runtime.borders import PLAIN, Axes, Span
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.neurons import Unit
-from sj_tac.verdicts import Reason, Refusal, Report, Verdict
+from sj_tac.verdicts import AT_RISK, HELP, Reason, Refusal, Report, Verdict
+
+# So many layers of IF neurons with hard reset behind each other lose accuracy that a user would notice.
+DEEP = 3
 
 
 @dataclass(frozen=True)
@@ -145,12 +148,29 @@ class _Reporter:
         return Report(tuple(verdicts), title, notes=self.notes())
 
     def notes(self) -> tuple[str, ...]:
+        """What is to know of the net as a whole."""
+        return (*self.order_of_input(), *self.risky_neurons())
+
+    def order_of_input(self) -> list[str]:
         """Where time stands in the input, where that is not in front."""
         axes = self.plan.axes
         if axes is None or axes.batch is None or axes.steps in ((0, 0), None):
-            return ()
+            return []
         argument, dim = axes.steps or (0, 0)
-        return (f"the input {axes.names[argument]!r} has time in dimension {dim} and samples in dimension {axes.batch[1]}",)
+        return [f"the input {axes.names[argument]!r} has time in dimension {dim} and samples in dimension {axes.batch[1]}"]
+
+    def risky_neurons(self) -> list[str]:
+        """IF neurons with hard reset behind each other: on shared drives they lose less at a reset, and fire more often."""
+        found = []
+        for name, place in self.layout.drives.items():
+            chain = self.plan.chains[name]
+            node: Any = self.modules.get(chain.neuron) if isinstance(chain, Chain) else None
+            if isinstance(node, host.neuron.IFNode) and node.v_reset is not None and place.settings.k > 1:
+                found.append(name)
+        if len(found) < DEEP:
+            return []
+        why = "which fire more often on shared drives than in the source, layer by layer more so"
+        return [f"{AT_RISK}: {len(found)} layers drive IF neurons with hard reset, {why}; {HELP}"]
 
     def stretched(self, name: str, span: Span) -> Verdict:
         detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import nn
 
@@ -12,11 +12,20 @@ from rewrites import pipeline, swap
 from rewrites.corrections import is_as_made, take_back
 from rewrites.pipeline import RECORD, deep_copy, plan as plan, record_of, report as report
 from sj_tac import batchnorm
-from sj_tac.errors import ConversionError, PolicyError
+from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import as_policy, name_matches, nearest
 from sj_tac.runtime.swaps import has_trained_logits
+from sj_tac.tuning import matching
+from sj_tac.tuning.matching import unmatch
 from sj_tac.tuning.search import choose
 from sj_tac.verdicts import Report
+
+
+class Data(TypedDict, total=False):
+    """The user's own frames that ``convert`` may work with. See there."""
+
+    calibration: Any
+    match: Any
 
 
 def convert(
@@ -28,7 +37,7 @@ def convert(
     backend: str = "auto",
     fuse: bool = True,
     inplace: bool = False,
-    calibration: Any = None,
+    **data: Unpack[Data],
 ) -> nn.Module:
     """A copy of ``model`` whose Conv -> BatchNorm -> LIF chains run one convolution for every ``k`` frames.
 
@@ -43,8 +52,10 @@ def convert(
         backend: "auto" (numba on the CPU, cupy on CUDA, else reference), or the name of a kernel that must run.
         fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
-        calibration: for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames, labels). With labels at most a
-            point of accuracy is lost on them; without, the predictions of 99 % stay. The report carries the evidence.
+        calibration (in ``data``, as what follows): for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames,
+            labels). With labels at most a point of accuracy is lost on them; without, the predictions of 99 % stay. The
+            report carries the evidence.
+        match: a few batches of frames, labels or none: ``sj_tac.match`` corrects the converted net by them.
 
     Returns:
         The same class with the same parameter names and state_dict keys; ``sj_tac.report`` says what became of each layer.
@@ -52,8 +63,10 @@ def convert(
     Raises:
         ModelTypeError, TraceError, PolicyError, BackendError, and ConversionError: no chain, converted before, no deep copy,
         or the converted net fails on ``example_input`` (then it names the first layer that differs). With "auto" also
-        BatchError and SearchError: no policy is faster. The model is then as it was.
+        BatchError and SearchError: no policy is faster; with ``match`` BatchError. The model is then as it was.
     """
+    refuse_unknown("convert", data, Data.__annotations__)
+    calibration, batches = data.get("calibration"), data.get("match")
     evidence = None
     if isinstance(policy, str) and policy == "auto":
         if calibration is None:
@@ -67,13 +80,21 @@ def convert(
         evidence = policy.evidence
     elif calibration is not None:
         raise PolicyError(f'calibration= is for policy="auto"; with policy={policy!r} there is nothing to choose')
-    return pipeline.convert_with(
+    converted = pipeline.convert_with(
         model, policy, k, example_input=example_input, backend=backend, fuse=fuse, inplace=inplace, evidence=evidence
     )
+    if batches is not None:
+        try:
+            matching.match(converted, batches, source=None if inplace else model)
+        except BaseException:
+            if inplace:
+                restore(converted, inplace=True)
+            raise
+    return converted
 
 
 def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool = False) -> nn.Module:
-    """The source model again, with the parameters as they are now; statistics that ``recalibrate`` made are taken back.
+    """The source model again, with the parameters as they are now; what ``recalibrate`` and ``match`` wrote is taken back.
 
     Args:
         inplace: change ``converted`` itself instead of a copy.
@@ -102,6 +123,8 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
 def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool = False) -> Report:
     """Give the converted layers whose name matches another ``k``, in place, and everything behind a collapse what follows.
 
+    What ``match`` corrected fits the old k: it is taken back.
+
     Args:
         layers: exact name, glob or "re:...", of converted convs.
         drop_learned: throw trained aggregation weights of these layers away; otherwise they are a reason to refuse.
@@ -129,6 +152,9 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
     resized = {name: place for name, place in places if place.frames != plan.layout.drives[name].frames}
     _check_logits(converted, resized, "set_k", drop_learned)
     changing = {name for name in chosen if old.settings[name].k != k}
+    if changing:
+        # What was fitted to the old k would be wrong for the new one, also behind these layers.
+        unmatch(converted, record)
     batchnorm.warn_if_moved({n: norm for n, norm in batchnorm.norms(converted).items() if n in changing}, "set_k")
     seen = {name: converted.get_submodule(place.site)._tac.seen for name, place in places}  # type: ignore[union-attr]
     for handle in record.handles:

@@ -157,6 +157,11 @@ REASONS: dict[Reason, tuple[str, str]] = {
 }
 
 
+# Begins a note of a report; what can be done about it.
+AT_RISK = "ACCURACY_AT_RISK"
+HELP = "sj_tac.match(net, batches) says how far it is from its source, and corrects most of it without labels"
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A reason with the words of the case: which module, which shape, how often. ``more``: what else is in the way."""

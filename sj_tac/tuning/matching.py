@@ -18,6 +18,7 @@ from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError, ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import nearest
+from sj_tac.runtime.convs import LOGITS
 from sj_tac.runtime.layers import Norm
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
@@ -55,6 +56,12 @@ class Candidate:
     method: str
     agreement: float | None
     distance: float
+
+    @property
+    def words(self) -> str:
+        if self.agreement is None:
+            return f"squared difference {self.distance:.3g}"
+        return f"agreement {100 * self.agreement:.1f} %, KL {self.distance:.3g}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,14 @@ class Match(Shown):
         """The converted net as it is now."""
         return next(c for c in self.candidates if c.method == self.method)
 
+    @property
+    def sentence(self) -> str:
+        """For a report."""
+        before, after = (c.words for c in (self.before, self.after))
+        if self.method == NONE:
+            return f"matched: left as it is, {before} on {self.held_out} samples; no correction came nearer"
+        return f"matched by {self.method!r} on {self.fitted} samples; on {self.held_out} others: {before} -> {after}"
+
     def __rich__(self) -> Table:
         head = (
             f"Matched by {self.method!r}, on {self.fitted} samples, chosen on {self.held_out} others, {self.seconds:.1f} s"
@@ -109,12 +124,7 @@ class Match(Shown):
         return table
 
     def _words(self) -> str:
-        tried = [
-            f"{c.method}: squared difference {c.distance:.3g}"
-            if c.agreement is None
-            else f"{c.method}: agreement {100 * c.agreement:.1f} %, KL {c.distance:.3g}"
-            for c in self.candidates
-        ]
+        tried = [f"{c.method}: {c.words}" for c in self.candidates]
         left = [f"{name} keeps its rate: {why}" for name, why in self.skipped.items()]
         return "\n".join([*tried, *left])
 
@@ -170,7 +180,7 @@ class Matcher:
             if any(not torch.equal(plain[name][key], value) for key, value in fits[best][name].items()):
                 moved = bool(getattr(converted.get_submodule(name)._tac, "moved", False))
                 record.corrected[name] = Correction(BY, plain[name], fits[best][name], moved)
-        return Match(
+        made = Match(
             method=best,
             candidates=tuple(tried.values()),
             layers=_rates(aim.rates, rates[NONE], rates[best]),
@@ -180,6 +190,8 @@ class Matcher:
             held_out=sum(batch.samples for batch in self.rest),
             seconds=time.monotonic() - begun,
         )
+        record.matched = made.sentence
+        return made
 
     def _compared(self, method: str, converted: nn.Module) -> Candidate:
         got = _outputs(converted, self.rest, self.decode, self.seed)
@@ -255,6 +267,29 @@ def _rates(source: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Ma
     return tuple(Rates(name, *(float(x[name].mean()) for x in (source, before, after))) for name in named)
 
 
+def _source(converted: nn.Module, given: nn.Module | None) -> nn.Module:
+    """The net that a converted one is compared with. Raises ConversionError where it is another one."""
+    if given is None:
+        return source_of(converted)
+    shapes = [{name: tuple(value.shape) for name, value in net.state_dict().items()} for net in (given, converted)]
+    odd = sorted(dict(set(shapes[0].items()) ^ set(shapes[1].items())))
+    # Learned weights of groups are the converted net's alone.
+    odd = [name for name in odd if not name.endswith(LOGITS)]
+    if odd or [n for n, _ in given.named_modules()] != [n for n, _ in converted.named_modules()]:
+        where = f": {odd[0]!r} differs" if odd else ""
+        raise ConversionError(
+            f"match: source= is a {type(given).__name__} which this {type(converted).__name__} was not made from{where}; leave it "
+            "out, and a copy of the converted net is turned back"
+        )
+    return given
+
+
+def unmatch(converted: nn.Module, record: Record) -> None:
+    """Take back what ``match`` wrote, and what is said of it."""
+    take_back(converted, record.corrected, [n for n, correction in record.corrected.items() if correction.by == BY])
+    record.matched = ""
+
+
 def match(
     converted: nn.Module, batches: Any = None, *, method: str = "auto", undo: bool = False, **options: Unpack[MatchOptions]
 ) -> Match | None:
@@ -284,7 +319,7 @@ def match(
         What it did, a ``Match``; None where ``undo``.
 
     Raises:
-        ConversionError: not a converted model, or nothing to undo. PolicyError: no such method. BatchError: batches that
+        ConversionError: not a converted model, or nothing to undo. PolicyError: method or samples. BatchError: batches that
             cannot be used, or that the model does not run on; nothing is then changed.
     """
     refuse_unknown("match", options, MatchOptions.__annotations__)
@@ -292,16 +327,17 @@ def match(
     if undo:
         if batches is not None:
             raise ConversionError("match: undo=True takes no batches; call it once without, once with them")
-        names = [name for name, correction in record.corrected.items() if correction.by == BY]
-        if not names:
-            raise ConversionError("match: there is nothing to undo; nothing of this model was corrected")
-        take_back(converted, record.corrected, names)
+        if not record.matched:
+            raise ConversionError("match: there is nothing to undo; this model was not matched")
+        unmatch(converted, record)
         return None
     methods = tuple(METHODS)[1:] if method == "auto" else (method,)
     if method not in ("auto", *methods) or not set(methods) <= METHODS.keys() - {NONE}:
         raise PolicyError(f"match: method={method!r}; {nearest(method, ['auto', *METHODS])}")
+    if options.get("samples", SAMPLES) < 1:
+        raise PolicyError(f"match: samples={options['samples']} must be at least 1, the samples that are fitted")
     held = collect(batches, converted)
-    source = options.get("source") or source_of(converted)
+    source = _source(converted, options.get("source"))
     with Bar("match", 1 + len(methods), options.get("progress", True)) as bar:
         matcher = Matcher(source, held, options.get("decode"), options.get("seed", 0), options.get("samples", SAMPLES))
         return matcher(converted, methods, bar.step)

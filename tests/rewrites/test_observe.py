@@ -63,7 +63,9 @@ def test_predictions_and_rates_that_move_are_told():
             after = fast(x).argmax(1)
         moved = int((before != after).sum())
         notes = sj_tac.report(fast).notes
-        assert any(n.startswith(f"{moved} of 8 samples get another prediction") for n in notes) == (moved > 0), notes
+        told_of = [n for n in notes if f"{moved} of 8 samples get another prediction" in n]
+        assert (len(told_of) > 0) == (moved > 0), notes
+        assert all(n.startswith("ACCURACY_AT_RISK: ") and "sj_tac.match(net, batches)" in n for n in told_of)
         told |= {"prediction"} if moved else set()
         told |= (
             {"rate"}

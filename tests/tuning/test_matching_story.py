@@ -1,0 +1,195 @@
+"""match in the life of a converted net: undone, restored, saved, converted at once; and what it does not take."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from matched import X, fitted, narrow
+from spikingjelly.activation_based import functional, layer
+from support import conv, csnn, node, same_state
+from torch import nn
+
+import sj_tac
+from rewrites.pipeline import record_of
+from sj_tac.errors import BatchError, BatchNormMovedWarning, ConversionError, PolicyError
+
+
+@pytest.mark.parametrize("policy", ["preserve", "collapse", {"default": {"mode": "collapse", "k": 4, "spikes": "binary"}}])
+@pytest.mark.parametrize("method", ["moments", "rates", "both"])
+def test_undo_and_restore_give_the_source_bit_for_bit(policy, method):
+    source = csnn(make=lambda: node("if"))
+    fast = sj_tac.convert(source, policy, 4)
+    keys = list(fast.state_dict())
+    done = fitted(fast, method)
+    assert list(fast.state_dict()) == keys
+    changed = not same_state(fast, source)
+    assert changed == bool(done.corrected)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(fast)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same_state(sj_tac.restore(again), source)
+    assert same_state(fast, source) is not changed
+    sj_tac.match(fast, undo=True)
+    assert same_state(fast, source)
+    with pytest.raises(ConversionError, match="not matched"):
+        sj_tac.match(fast, undo=True)
+
+
+def test_set_k_takes_it_back():
+    source = narrow()
+    fast = sj_tac.convert(source, "preserve", 4)
+    fitted(fast, "moments")
+    assert not same_state(fast, source)
+    sj_tac.set_k(fast, 4)
+    assert not same_state(fast, source)
+    assert "matched by 'moments'" in str(sj_tac.report(fast).notes)
+    sj_tac.set_k(fast, 2, layers="3")
+    assert same_state(fast, source)
+    assert "matched" not in str(sj_tac.report(fast).notes)
+
+
+def test_twice_starts_from_the_source_again():
+    fast = sj_tac.convert(narrow(), "preserve", 4)
+    fitted(fast, "moments")
+    once = copy.deepcopy(fast.state_dict())
+    sj_tac.recalibrate(fast, 1 - X)
+    fitted(fast, "moments")
+    assert all(torch.equal(a, b) for a, b in zip(once.values(), fast.state_dict().values(), strict=True))
+    assert record_of(fast, "").corrected["1"].by == "match"
+
+
+def test_training_moves_on_what_it_wrote():
+    fast = sj_tac.convert(narrow(), "preserve", 4)
+    fitted(fast, "moments")
+    fast.train()
+    fast(X)
+    functional.reset_net(fast)
+    moved = fast[1].running_var.clone()
+    with pytest.warns(BatchNormMovedWarning):
+        assert torch.equal(sj_tac.restore(fast)[1].running_var, moved)
+
+
+def test_convert_does_both():
+    source = narrow(lambda: node("if"))
+    by_hand = sj_tac.convert(source, "preserve", 4)
+    done = sj_tac.match(by_hand, X, progress=False)
+    at_once = sj_tac.convert(source, "preserve", 4, match=X)
+    assert same_state(at_once, by_hand)
+    assert f"matched by {done.method!r}" in str(sj_tac.report(at_once).notes)
+
+
+def test_a_report_warns_of_deep_nets_of_if_neurons_until_they_are_matched():
+    source = narrow(lambda: node("if"))
+    (note,) = sj_tac.plan(source, "preserve", 2).notes
+    assert note.startswith("ACCURACY_AT_RISK: 3 layers drive IF neurons with hard reset")
+    assert not sj_tac.plan(narrow(lambda: node("if", v_reset=None)), "preserve", 2).notes
+    assert not sj_tac.plan(narrow(), "preserve", 2).notes
+    assert not sj_tac.plan(source, "preserve", 1).notes
+    fast = sj_tac.convert(source, "preserve", 4, example_input=X)
+    assert any(n.startswith("ACCURACY_AT_RISK") for n in sj_tac.report(fast).notes)
+    sj_tac.match(fast, X, progress=False)
+    assert not any(n.startswith("ACCURACY_AT_RISK") for n in sj_tac.report(fast).notes)
+
+
+def test_random_encoders_draw_the_same_numbers():
+    class Poisson(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = narrow()
+
+        def forward(self, x):
+            return self.net((torch.rand_like(x) < x).to(x))
+
+    source = Poisson().eval()
+    fast = sj_tac.convert(source, "preserve", 1)
+    done = sj_tac.match(fast, 0.4 * torch.ones_like(X), progress=False)
+    assert done.before.agreement == 1.0
+
+
+def test_nothing_else_of_the_net_is_touched():
+    fast = sj_tac.convert(narrow(), "preserve", 4).train()
+    seen = []
+    fast[0].register_forward_hook(lambda *a: seen.append(1))
+    state = torch.get_rng_state()
+    fitted(fast, "both")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not seen
+    assert fast.training
+    assert not any(m._forward_pre_hooks for m in fast.modules() if isinstance(m, nn.BatchNorm2d))
+    # What a report says of the last call is of the user's own.
+    assert not any(v.frames_made for v in sj_tac.report(fast).converted)
+
+
+def test_bad_input_changes_nothing():
+    source = narrow()
+    fast = sj_tac.convert(source, "preserve", 4)
+    fitted(fast, "moments")
+    before = copy.deepcopy(fast.state_dict())
+    nan = torch.full_like(X, torch.nan)
+    for bad, error, message in (
+        ({"batches": [X, nan]}, BatchError, "batch 1 .* NaN"),
+        ({"batches": torch.rand(6, 4, 5, 8, 8)}, BatchError, "does not run on"),
+        ({"batches": []}, BatchError, "there are no batches"),
+        ({"batches": X[:, :1]}, BatchError, "at least two samples"),
+        ({"batches": [X, X[..., :6]]}, BatchError, "shapes"),
+        ({"batches": X, "method": "mean"}, PolicyError, "method='mean'"),
+        ({"batches": X, "method": "none"}, PolicyError, "method='none'"),
+        ({"batches": X, "samples": 0}, PolicyError, "samples=0"),
+        ({"batches": X, "undo": True}, ConversionError, "takes no batches"),
+        ({"batches": X, "sample": 3}, TypeError, "sample"),
+        ({"batches": X, "source": nn.Sequential(conv(2, 3))}, ConversionError, "source="),
+    ):
+        with pytest.raises(error, match=message):
+            sj_tac.match(fast, progress=False, **bad)
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), fast.state_dict().values(), strict=True)), bad
+    assert "matched by 'moments'" in str(sj_tac.report(fast).notes)
+    with pytest.raises(ConversionError, match="not a converted model"):
+        sj_tac.match(source, X)
+    sj_tac.match(fast, undo=True)
+    assert same_state(fast, source)
+    with pytest.raises(BatchError):
+        sj_tac.convert(source, "preserve", 4, match=nan)
+    inplace = copy.deepcopy(source)
+    with pytest.raises(BatchError):
+        sj_tac.convert(inplace, "preserve", 4, match=nan, inplace=True)
+    assert same_state(inplace, source)
+    assert type(inplace[0]) is layer.Conv2d
+
+
+def test_a_failure_half_way_changes_nothing(monkeypatch):
+    from sj_tac.tuning import fitting
+
+    source = narrow()
+    fast = sj_tac.convert(source, "preserve", 4)
+    calls = []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) > 2:
+            raise RuntimeError("out of memory")
+        return usual(*args)
+
+    usual = fitting.Fit._to_moments
+    monkeypatch.setattr(fitting.Fit, "_to_moments", fails)
+    with pytest.raises(BatchError, match="out of memory"):
+        sj_tac.match(fast, X, progress=False)
+    assert same_state(fast, source)
+    assert not record_of(fast, "").corrected
+
+
+def test_a_matched_checkpoint_loads_anywhere():
+    source = narrow()
+    fast = sj_tac.convert(source, "preserve", 4)
+    fitted(fast, "moments")
+    file = io.BytesIO()
+    torch.save(fast.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    plain = copy.deepcopy(source)
+    plain.load_state_dict(loaded)
+    other = sj_tac.convert(source, "preserve", 4)
+    other.load_state_dict(loaded)
+    assert same_state(other, fast)
