@@ -278,8 +278,8 @@ def _source(converted: nn.Module, given: nn.Module | None) -> nn.Module:
     if odd or [n for n, _ in given.named_modules()] != [n for n, _ in converted.named_modules()]:
         where = f": {odd[0]!r} differs" if odd else ""
         raise ConversionError(
-            f"match: source= is a {type(given).__name__} which this {type(converted).__name__} was not made from{where}; leave it "
-            "out, and a copy of the converted net is turned back"
+            f"match: source= is a {type(given).__name__} which this {type(converted).__name__} was not made from{where}; "
+            "leave it out, and a copy of the converted net is turned back"
         )
     return given
 
