@@ -100,7 +100,7 @@ def rows(name: str, task: Task, seed: int, options: Namespace) -> Iterator[dict[
                 for method in options.methods:
                     net = copy.deepcopy(plain)
                     begun = time.perf_counter()
-                    matched = sj_tac.match(net, calibration, method=method, source=found.net, progress=False)
+                    matched = sj_tac.match(net, calibration, method=method, progress=False)
                     assert matched is not None
                     more = {"method": "match" if method == "auto" else method, "draw": draw, "kept": matched.method}
                     yield where | more | {"seconds": time.perf_counter() - begun} | judge(net)

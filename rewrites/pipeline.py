@@ -147,14 +147,20 @@ def deep_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def source_of(converted: nn.Module) -> nn.Module:
-    """A copy of the source of a converted model, with the parameters as they are now, and without corrections."""
-    source = deep_copy(converted)
-    record = record_of(source, "source_of")
-    take_back(source, record.corrected, [*record.corrected])
-    swap.undo(source, record.handles)
-    delattr(source, RECORD)
-    return source
+def at_k_1(converted: nn.Module) -> nn.Module:
+    """A copy of a converted model that computes what its source does: k = 1 in every layer, and no corrections."""
+    copied = deep_copy(converted)
+    record = record_of(copied, "at_k_1")
+    take_back(copied, record.corrected, [*record.corrected])
+    source = {
+        name: s if s.mode == "keep" else s.model_copy(update={"mode": "preserve", "k": 1})
+        for name, s in record.plan.settings.items()
+    }
+    record.plan = record.plan.under(copied, source)
+    for handle in record.handles:
+        handle.remove()
+    record.handles = swap.apply(record.plan, copied)
+    return copied
 
 
 def record_of(model: Any, action: str) -> Record:

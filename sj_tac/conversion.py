@@ -85,7 +85,7 @@ def convert(
     )
     if batches is not None:
         try:
-            matching.match(converted, batches, source=None if inplace else model)
+            matching.match(converted, batches)
         except BaseException:
             if inplace:
                 restore(converted, inplace=True)

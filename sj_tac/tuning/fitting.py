@@ -91,22 +91,37 @@ class Aim:
 
     @classmethod
     def of(cls, source: nn.Module, places: Places, batch: Batch, seed: int) -> Aim:
-        """Raises BatchError where the source does not run on the batch."""
+        """``source``: the converted net at k = 1. Raises BatchError where it does not run on the batch."""
         moments: dict[str, tuple[Tensor, Tensor]] = {}
-        rates: dict[str, Tensor] = {}
         with host.looked_at(source):
             for name in places.norms:
-                hook = _noting(moments, name, lambda module, args, out=None: _moments(args[0], module))
+                hook = _noting(moments, name, lambda module, args: _moments(args[0], module))
                 source.get_submodule(name).register_forward_pre_hook(hook)
             for name in places.convs:
-                hook = _noting(moments, name, lambda module, args, out=None: _moments(out, module))
+                hook = _noting(moments, name, lambda module, args, out: _moments(out, module))
                 source.get_submodule(name).register_forward_hook(hook)
-            for name, module in source.named_modules():
-                if host.is_neuron(module) or host.is_registered_neuron(module):
-                    module.register_forward_hook(_noting(rates, name, lambda module, args, out=None: _rate(out)))
+            rates = _watch_rates(source, {})
             torch.manual_seed(seed)
             run_batch(source, batch, 0)
         return cls(moments, rates)
+
+
+def _watch_rates(net: nn.Module, gained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Hooks that note the rates [C] of every neuron; ``gained``: those that somebody else has found by then."""
+    found: dict[str, Tensor] = {}
+    for name, module in net.named_modules():
+        if isinstance(module, UnitModule):
+            module.register_forward_pre_hook(
+                _noting(found, name, lambda module, args, name=name: gained.get(name, _unit_rate(module, args[0])))
+            )
+        if host.is_neuron(module) or host.is_registered_neuron(module):
+            # What a unit's pre-hook could not tell.
+            module.register_forward_hook(
+                _noting(
+                    found, name, lambda module, args, out, name=name: _rate(out) if found.get(name) is None else found[name]
+                )
+            )
+    return found
 
 
 def _noting(found: dict[str, Any], name: str, look: Callable[..., Any]) -> Callable[..., None]:
@@ -145,6 +160,34 @@ def _rate(spikes: Tensor) -> Tensor:
     return frames.double().mean([d for d in range(frames.dim()) if d != 2])
 
 
+def _unit_rate(unit: Any, x: Any) -> Tensor | None:
+    """The rates of a unit on shared drives, by ``fire`` alone, which makes no frames; None of anything else."""
+    if not isinstance(x, Shared) or not x.intact or x.merges or x.folded is not None:
+        return None
+    return fired(unit, x.expression)(None)
+
+
+def fired(unit: Any, expression: SharedExpression) -> Callable[[Tensor | None], Tensor]:
+    """The rates [C] of a unit on drives, as a function of a gain [C] on what is not the residual, on the first samples."""
+    few = slice(None, SAMPLES)
+    compact, groups = expression.compact[:, few].contiguous(), expression.groups
+    residual = None if expression.residual is None else expression.residual.make()[:, few].contiguous()
+    steps = sum(groups.steps)
+    weights, size = unit._tac.mean_weights(Groups((steps,), (steps,)), (compact.dtype, compact.device))
+    noted = expression.affine
+
+    def rates(gain: Tensor | None) -> Tensor:
+        scale, shift = noted if noted is not None else (None, None)
+        if gain is not None:
+            like = gain.to(compact.dtype if noted is None else noted[0].dtype)
+            scale, shift = (like, torch.zeros_like(like)) if noted is None else (noted[0] * like, noted[1] * like)
+        inputs = Inputs(compact, None, residual, scale, shift, unit._parameters.get("w"))
+        mean = Run(unit, inputs, list(groups.steps), False, True)(None, weights, size)[0]
+        return mean.double().mean([d for d in range(mean.dim()) if d != 2])
+
+    return rates
+
+
 class Fit:
     """Fits corrections to a converted net, in place, while it runs on a batch once.
 
@@ -157,10 +200,10 @@ class Fit:
         self.converted, self.places, self.aim = converted, places, aim
         self.moments, self.rates = moments, rates
         self.skipped: dict[str, str] = {}
+        self.gained: dict[str, Tensor] = {}
 
     def __call__(self, batch: Batch, seed: int) -> dict[str, Tensor]:
         """Fit, and give the rates [C] of all neurons under what was fitted. Raises BatchError."""
-        found: dict[str, Tensor] = {}
         with host.looked_at(self.converted):
             get = self.converted.get_submodule
             if self.moments:
@@ -171,8 +214,7 @@ class Fit:
             if self.rates:
                 for name in self.places.units:
                     get(name).register_forward_pre_hook(_own(self._to_rates, name))
-            for name in self.aim.rates:
-                get(name).register_forward_hook(_noting(found, name, lambda module, args, out=None: _rate(out)))
+            found = _watch_rates(self.converted, self.gained)
             torch.manual_seed(seed)
             run_batch(self.converted, batch, 0)
         return found
@@ -231,31 +273,18 @@ class Fit:
 
     def _gain(self, name: str, unit: Any, expression: SharedExpression) -> Tensor:
         """The gain [C] of the drive's own branch that gives every channel its rate; 1 where it comes no nearer."""
-        aimed = self.aim.rates[name]
-        groups = expression.groups
-        few = slice(None, SAMPLES)
-        compact = expression.compact[:, few]
-        residual = None if expression.residual is None else expression.residual.make()[:, few].contiguous()
-        steps = sum(groups.steps)
-        weights, size = unit._tac.mean_weights(Groups((steps,), (steps,)), (compact.dtype, compact.device))
-
-        def rates(logarithm: Tensor) -> Tensor:
-            gain = logarithm.exp().to(compact.dtype)
-            scale, shift = expression.affine or (torch.ones_like(gain), torch.zeros_like(gain))
-            w = unit._parameters.get("w")
-            inputs = Inputs(compact.contiguous(), None, residual, gain * scale.detach(), gain * shift.detach(), w)
-            fired = Run(unit, inputs, list(groups.steps), False, True)(None, weights, size)[0]
-            return fired.double().mean([d for d in range(fired.dim()) if d != 2])
-
+        aimed, rates = self.aim.rates[name], fired(unit, expression)
         low, high = torch.full_like(aimed, -GAIN), torch.full_like(aimed, GAIN)
-        before = rates(torch.zeros_like(aimed))
+        before = rates(None)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            less = rates(middle) < aimed
+            less = rates(middle.exp()) < aimed
             low, high = torch.where(less, middle, low), torch.where(less, high, middle)
-        found = (low + high) / 2
-        nearer = ((rates(found) - aimed).abs() < (before - aimed).abs()) & (aimed > SILENT) & (before > 0)
-        return torch.where(nearer, found, torch.zeros_like(found)).exp()
+        found = ((low + high) / 2).exp()
+        after = rates(found)
+        nearer = ((after - aimed).abs() < (before - aimed).abs()) & (aimed > SILENT) & (before > 0)
+        self.gained[name] = torch.where(nearer, after, before)
+        return torch.where(nearer, found, torch.ones_like(found))
 
     def _write(self, norm: Any, gain: Tensor, scale: Tensor, shift: Tensor) -> None:
         """``a' = g a, c' = g c`` as running statistics: ``v' = (v + eps) / g^2 - eps, m' = m / g + c (1 - g) / (g a)``."""

@@ -13,12 +13,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from rewrites.corrections import Correction, take_back
-from rewrites.pipeline import Record, record_of, source_of
+from rewrites.pipeline import Record, at_k_1, record_of
 from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError, ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import nearest
-from sj_tac.runtime.convs import LOGITS
 from sj_tac.runtime.layers import Norm
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
@@ -38,7 +37,6 @@ class MatchOptions(TypedDict, total=False):
 
     samples: int
     decode: Decode | None
-    source: nn.Module | None
     seed: int
     progress: bool
 
@@ -133,20 +131,21 @@ class Matcher:
     """Matches nets that were converted from one source, on the same samples; what is known of the source is measured once.
 
     Args:
+        converted: one of them. At k = 1 it computes what the source does, and fused it does so faster.
         batches: every second sample is fitted, at most ``samples`` of them; on the others methods are compared.
     """
 
     def __init__(
         self,
-        source: nn.Module,
+        converted: nn.Module,
         batches: Sequence[Batch],
         decode: Decode | None = None,
         seed: int = 0,
         samples: int = SAMPLES,
     ) -> None:
-        self.source, self.decode, self.seed = source, decode, seed
+        self.source, self.decode, self.seed = at_k_1(converted), decode, seed
         self.fitted, self.rest = _halves(batches, samples)
-        self.expected = _outputs(source, self.rest, decode, seed)
+        self.expected = _outputs(self.source, self.rest, decode, seed)
         self.classifies = self.expected.dim() == 2
         self.known: list[tuple[Places, Aim]] = []
 
@@ -267,23 +266,6 @@ def _rates(source: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Ma
     return tuple(Rates(name, *(float(x[name].mean()) for x in (source, before, after))) for name in named)
 
 
-def _source(converted: nn.Module, given: nn.Module | None) -> nn.Module:
-    """The net that a converted one is compared with. Raises ConversionError where it is another one."""
-    if given is None:
-        return source_of(converted)
-    shapes = [{name: tuple(value.shape) for name, value in net.state_dict().items()} for net in (given, converted)]
-    odd = sorted(dict(set(shapes[0].items()) ^ set(shapes[1].items())))
-    # Learned weights of groups are the converted net's alone.
-    odd = [name for name in odd if not name.endswith(LOGITS)]
-    if odd or [n for n, _ in given.named_modules()] != [n for n, _ in converted.named_modules()]:
-        where = f": {odd[0]!r} differs" if odd else ""
-        raise ConversionError(
-            f"match: source= is a {type(given).__name__} which this {type(converted).__name__} was not made from{where}; "
-            "leave it out, and a copy of the converted net is turned back"
-        )
-    return given
-
-
 def unmatch(converted: nn.Module, record: Record) -> None:
     """Take back what ``match`` wrote, and what is said of it."""
     take_back(converted, record.corrected, [n for n, correction in record.corrected.items() if correction.by == BY])
@@ -312,7 +294,6 @@ def match(
         samples (in ``options``, as what follows): at most so many are fitted, in one batch, default 64.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C]. Without it other outputs
             are compared by their mean squared difference.
-        source: the net that it was converted from; default: ``restore`` of a copy.
         seed: of random encoders in the net, default 0. progress: show a bar, default True.
 
     Returns:
@@ -337,7 +318,6 @@ def match(
     if options.get("samples", SAMPLES) < 1:
         raise PolicyError(f"match: samples={options['samples']} must be at least 1, the samples that are fitted")
     held = collect(batches, converted)
-    source = _source(converted, options.get("source"))
     with Bar("match", 1 + len(methods), options.get("progress", True)) as bar:
-        matcher = Matcher(source, held, options.get("decode"), options.get("seed", 0), options.get("samples", SAMPLES))
+        matcher = Matcher(converted, held, options.get("decode"), options.get("seed", 0), options.get("samples", SAMPLES))
         return matcher(converted, methods, bar.step)
