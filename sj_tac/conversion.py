@@ -16,6 +16,7 @@ from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import as_policy, name_matches, nearest
 from sj_tac.runtime.swaps import has_trained_logits
 from sj_tac.tuning import matching
+from sj_tac.tuning.batches import as_given
 from sj_tac.tuning.matching import unmatch
 from sj_tac.tuning.search import choose
 from sj_tac.verdicts import Report
@@ -54,7 +55,7 @@ def convert(
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
         calibration (in ``data``, as what follows): for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames,
             labels). With labels at most a point of accuracy is lost on them; without, the predictions of 99 % stay. The
-            report carries the evidence.
+            net is matched by them, and its report carries the evidence.
         match: a few batches of frames, labels or none: ``sj_tac.match`` corrects the converted net by them.
 
     Returns:
@@ -67,7 +68,7 @@ def convert(
     """
     refuse_unknown("convert", data, Data.__annotations__)
     calibration, batches = data.get("calibration"), data.get("match")
-    evidence = None
+    evidence, method = None, "auto"
     if isinstance(policy, str) and policy == "auto":
         if calibration is None:
             raise PolicyError(
@@ -76,8 +77,14 @@ def convert(
             )
         if k != 2 or not fuse:
             raise PolicyError(f'policy="auto" chooses k for each layer and measures fused kernels; drop k={k}, fuse={fuse}')
+        pipeline.check_plain(model)
+        calibration = as_given(calibration, model)
         policy = choose(model, calibration, backend=backend)
         evidence = policy.evidence
+        # As the candidates were, so that the evidence says what this net does.
+        matched = evidence[evidence.chosen].matched
+        if batches is None and matched not in ("", matching.NONE):
+            batches, method = calibration, matched
     elif calibration is not None:
         raise PolicyError(f'calibration= is for policy="auto"; with policy={policy!r} there is nothing to choose')
     converted = pipeline.convert_with(
@@ -85,7 +92,7 @@ def convert(
     )
     if batches is not None:
         try:
-            matching.match(converted, batches)
+            matching.match(converted, batches, method=method)
         except BaseException:
             if inplace:
                 restore(converted, inplace=True)

@@ -1,4 +1,4 @@
-"""``sj-tac``: plan, convert, diagnose, sensitivity, search, bench, env.
+"""``sj-tac``: plan, convert, match, diagnose, sensitivity, search, bench, env.
 
 Exit status: 0 done; 1 the answer is no (nothing can be converted, no policy meets the goal); 2 wrong input; 130 interrupted.
 """
@@ -28,6 +28,7 @@ from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.bench import bench as bench_
 from sj_tac.tuning.diagnosis import diagnose as diagnose_
+from sj_tac.tuning.matching import match as match_
 from sj_tac.tuning.search import search as search_
 from sj_tac.tuning.sensitivity import sensitivity as sensitivity_
 
@@ -102,6 +103,7 @@ def convert(
     policy: Annotated[str, typer.Option(help="preserve, collapse, a policy file, or auto (needs --data)")] = "preserve",
     k: K = 2,
     data: Sample = None,
+    match: Annotated[bool, typer.Option("--match", help="correct it by --data, without labels")] = False,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="re-estimate BatchNorms on --data")] = False,
     batch_size: BatchSize = 32,
     batch_first: BatchFirst = False,
@@ -110,15 +112,45 @@ def convert(
     """Convert a net and save it whole: class, weights and policy. Its state_dict fits the source's class, strictly."""
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net) if data else None
-    if held is None and (recalibrate or policy == "auto"):
-        raise load.UsageError(f"{'--recalibrate' if recalibrate else '--policy auto'} needs --data, batches to measure on")
+    if held is None and (recalibrate or match or policy == "auto"):
+        asked = "--recalibrate" if recalibrate else "--match" if match else "--policy auto"
+        raise load.UsageError(f"{asked} needs --data, batches to measure on")
     calibration = held if policy == "auto" else None
-    fast = convert_(net, policy, k, example_input=_example(held, net), calibration=calibration)
+    wanted = held if match else None
+    fast = convert_(net, policy, k, example_input=_example(held, net), calibration=calibration, match=wanted)
     if recalibrate:
         recalibrate_(fast, held)
     write_whole(out, lambda draft: torch.save(fast, draft))
     _show(report(fast), as_json)
     print(f"Written: {out}", file=sys.stderr)
+
+
+@app.command(
+    epilog=EPILOG + "sj-tac match nets:EventNet --checkpoint events.pt --policy policy.yaml --data events.npz --out fast.pt"
+)
+def match(
+    model: Model,
+    data: Data,
+    checkpoint: Checkpoint = None,
+    policy: PolicyOption = "preserve",
+    k: K = 2,
+    method: Annotated[str, typer.Option(help="auto, moments, rates, or both")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="the matched net (torch.save; load it with weights_only=False)")] = None,
+    batch_size: BatchSize = 32,
+    batch_first: BatchFirst = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a net, and correct it by unlabeled data so that it answers as its source does."""
+    net = load.model(model, checkpoint)
+    held = load.batches(data, batch_size, batch_first, net)
+    fast = convert_(net, policy, k, example_input=_example(held, net))
+    found = match_(fast, held, method=method, seed=seed)
+    assert found is not None
+    if out is not None:
+        write_whole(out, lambda draft: torch.save(fast, draft))
+        print(f"Written: {out}", file=sys.stderr)
+    _show(found, as_json)
 
 
 @app.command(epilog=EPILOG + "sj-tac diagnose --data gestures.npz")
@@ -181,6 +213,7 @@ def search(
     modes: Modes = ["preserve", "collapse"],  # noqa: B006
     layers: Kinds = ["conv"],  # noqa: B006
     rounds: Rounds = 9,
+    match: Annotated[bool, typer.Option(help="correct every candidate by --data before it is measured")] = True,
     log: Annotated[Path | None, typer.Option(help="goes on from here after a kill")] = None,
     evidence: Annotated[Path | None, typer.Option(help="JSON of everything tried, and the Pareto frontier as PNG")] = None,
     batch_size: BatchSize = 32,
@@ -194,7 +227,7 @@ def search(
     measure: Any = load.factory(metric, "metric") if metric and ":" in metric else metric
     found = search_(
         net, held, metric=measure, max_drop=max_drop, speedup=speedup, time_limit=time_limit, ks=ks or None, modes=modes,
-        layers=layers, rounds=rounds, log=log, out=evidence, seed=seed,
+        layers=layers, rounds=rounds, log=log, out=evidence, seed=seed, match=match,
     )  # fmt: skip
     found.save(out)
     _show(found.evidence, as_json)

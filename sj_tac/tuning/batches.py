@@ -92,6 +92,11 @@ def collect(batches: Any, model: nn.Module) -> list[Batch]:
     return found
 
 
+def as_given(batches: Any, model: nn.Module) -> list[Any]:
+    """All batches as a net takes them, in memory, so that they can be read more than once. Raises BatchError."""
+    return [b.given if b.labels is None else (b.given, b.labels) for b in collect(batches, model)]
+
+
 def _items(batches: Any) -> Iterable[Any]:
     if isinstance(batches, Tensor):
         return [batches]

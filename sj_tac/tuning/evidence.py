@@ -27,6 +27,7 @@ class Trial:
             Candidates are timed in turns with one converted net, and that with the source.
         ms: that median; None where a ``cost`` was given. macs: of the convolutions, per sample. work: macs, and what the
             outputs' way through memory is worth in them.
+        matched: what ``sj_tac.match`` kept before the metric was measured: "none", "moments", "rates"; empty without it.
         refused: why there is no such net; metric and speedup are then NaN, and missing from plain data.
     """
 
@@ -38,6 +39,7 @@ class Trial:
     ms: float | None = None
     macs: int = 0
     work: int = 0
+    matched: str = ""
     refused: str = ""
 
     def to_dict(self) -> dict[str, Any]:

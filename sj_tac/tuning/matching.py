@@ -19,6 +19,7 @@ from sj_tac import host
 from sj_tac.errors import BatchError, ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import nearest
 from sj_tac.runtime.layers import Norm
+from sj_tac.runtime.neurons import UnitModule
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.fitting import Aim, Fit, Places, put_all
@@ -132,7 +133,7 @@ class Matcher:
 
     Args:
         converted: one of them. At k = 1 it computes what the source does, and fused it does so faster.
-        batches: every second sample is fitted, at most ``samples`` of them; on the others methods are compared.
+        batches: every second sample is fitted, on the others methods are compared; at most ``samples`` of both are used.
     """
 
     def __init__(
@@ -202,6 +203,13 @@ class Matcher:
         return Candidate(method, alike, max(0.0, kl))
 
 
+def usual(converted: nn.Module) -> tuple[str, ...]:
+    """The one method that is right for most nets of these neurons: rates for IF with hard reset, else moments."""
+    nodes = [m for m in converted.modules() if isinstance(m, UnitModule)]
+    hard = [m for m in nodes if isinstance(m, host.neuron.IFNode) and m.v_reset is not None]
+    return ("rates",) if 2 * len(hard) > len(nodes) else ("moments",)
+
+
 @contextmanager
 def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Iterator[None]:
     """Put everything back that a fit writes, where it fails."""
@@ -224,7 +232,7 @@ def _norms(converted: nn.Module) -> list[tuple[str, Norm]]:
 
 
 def _halves(batches: Sequence[Batch], samples: int) -> tuple[Batch, list[Batch]]:
-    """Every second sample, at most ``samples`` of them, in one batch; and the others."""
+    """Every second sample, in one batch, and the others in theirs; at most ``samples`` of both."""
     total = sum(batch.samples for batch in batches)
     if total < 2:
         raise BatchError(
@@ -243,7 +251,11 @@ def _halves(batches: Sequence[Batch], samples: int) -> tuple[Batch, list[Batch]]
         raise BatchError(
             f"match fits all samples at once, but they have frames of shapes {shapes}; give samples of one shape"
         )
-    return Batch(torch.cat(parts, 1)[:, :samples], None, first.batch_first), rest
+    kept, left = [], samples
+    for batch in rest:
+        kept += [Batch(batch.frames[:, :left], None, batch.batch_first)] if left > 0 else []
+        left -= batch.samples
+    return Batch(torch.cat(parts, 1)[:, :samples], None, first.batch_first), kept
 
 
 def _outputs(net: nn.Module, batches: Sequence[Batch], decode: Decode | None, seed: int) -> Tensor:
@@ -291,7 +303,7 @@ def match(
             to be like those that will come; "moments" serves other ones, too.
         method: "auto" tries all; "moments", "rates" or "both" are tried beside "none".
         undo: take the corrections back instead.
-        samples (in ``options``, as what follows): at most so many are fitted, in one batch, default 64.
+        samples (in ``options``, as what follows): at most so many are fitted, in one batch, as many compared; default 64.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C]. Without it other outputs
             are compared by their mean squared difference.
         seed: of random encoders in the net, default 0. progress: show a bar, default True.

@@ -31,6 +31,7 @@ class SearchOptions(MeasurementOptions, total=False):
     cost: Cost | None
     log: str | os.PathLike[str] | None
     out: str | os.PathLike[str] | None
+    match: bool
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,4 @@ class Search(Measurement):
     cost: Cost | None = None
     log: str | os.PathLike[str] | None = None
     out: str | os.PathLike[str] | None = None
+    match: bool = True

@@ -16,10 +16,11 @@ from sj_tac.kernels import backends
 from sj_tac.policy import Policy
 from sj_tac.support import machine
 from sj_tac.tuning import plots
-from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.batches import Batch, as_given, collect
 from sj_tac.tuning.diagnosis import Diagnosis, diagnose
 from sj_tac.tuning.evidence import Evidence, Trial, simplicity
 from sj_tac.tuning.log import Log, fingerprint, this_machine
+from sj_tac.tuning.matching import NONE
 from sj_tac.tuning.measure import Metric
 from sj_tac.tuning.options import Search, SearchOptions
 from sj_tac.tuning.progress import Bar
@@ -88,6 +89,8 @@ def search(
             that takes the place of measured time.
         decode: from the net's output to class scores [N, C]. backend: as ``sj_tac.convert``. seed: of random encoders in the
             net, default 0. progress: show a bar, default True.
+        match: correct every candidate by the batches before it is measured, as ``sj_tac.match`` does, default True: what a
+            policy loses without says little. The evidence says by which method, so that you can match the net, too.
         log: a JSON-lines file; after a kill, the same call goes on from it.
         out: writes the evidence as JSON, and the Pareto frontier as PNG beside it (needs matplotlib).
 
@@ -115,12 +118,13 @@ def search(
         "space": [list(space.layers), list(space.ks), list(space.modes), list(space.kinds)],
         "metric": [score.name, _named(how.decode, "decode")],
         "seed": how.seed,
+        "match": how.match,
         "speed": [backends.choose(how.backend), how.rounds, ROUNDS, _named(how.cost, "cost")],
         "machine": this_machine(),
     }
     deadline = math.inf if time_limit is None else begun + time_limit
     with Log(how.log, header) as kept, Bar("search", None, how.progress) as bar:
-        trials = Trials(model, held, space, score, how.backend, how.rounds, how.cost, kept, bar, deadline)
+        trials = Trials(model, held, space, score, how.backend, how.rounds, how.cost, kept, bar, deadline, how.match)
         stopped = _explore(trials, goal)
         final = _playoff(trials, goal)
     chosen, problem = _choose(trials, goal, final, source)
@@ -134,7 +138,7 @@ def search(
         samples=sum(batch.samples for batch in held),
         seconds=time.monotonic() - begun,
         stopped=stopped,
-        notes=_notes(score.name, source, held, max_drop, speedup),
+        notes=(*_notes(score.name, source, held, max_drop, speedup), *_of_matching(trials, chosen)),
         machine=machine.describe(),
     )
     if chosen is None:
@@ -155,7 +159,7 @@ def search(
 def choose(model: nn.Module, batches: Any, **options: Any) -> Policy:
     """``search`` after ``diagnose``, whose verdict says which mode is searched layer by layer. Raises as ``search``."""
     check_plain(model)
-    given = [b.given if b.labels is None else (b.given, b.labels) for b in collect(batches, model)]
+    given = as_given(batches, model)
     found: Diagnosis = diagnose(given)
     modes = ("collapse", "preserve") if found.verdict == "collapse" else ("preserve", "collapse")
     policy = search(model, given, **({"modes": modes} | options))
@@ -253,6 +257,13 @@ def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: flo
         f"no policy reaches {goal.speedup:g}x the source's speed: the fastest of {len(tried)} tried is {fastest!r} at "
         f"{speeds[fastest]:.2f}x; ask for less, or add layers=('conv', 'linear')"
     )
+
+
+def _of_matching(trials: Trials, chosen: Trial | None) -> tuple[str, ...]:
+    """What the user must do to have what was measured."""
+    if trials.matcher is None or chosen is None or chosen.matched == NONE:
+        return ()
+    return (f"Measured as sj_tac.match(convert(model, policy), batches, method={chosen.matched!r}) leaves the net.",)
 
 
 def _notes(metric: str, source: float, held: Sequence[Batch], max_drop: float, speedup: float | None) -> tuple[str, ...]:

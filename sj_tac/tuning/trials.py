@@ -18,6 +18,7 @@ from sj_tac.errors import BatchError, PolicyError, SearchError
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial
 from sj_tac.tuning.log import Log
+from sj_tac.tuning.matching import Matcher, usual
 from sj_tac.tuning.measure import Decode, Metric, accuracy, labels_of, milliseconds, milliseconds_afresh, scores
 from sj_tac.tuning.progress import Bar
 from sj_tac.tuning.space import Choice, Choices, Space, described, read_choices
@@ -89,6 +90,7 @@ class Trials:
     log: Log
     bar: Bar
     deadline: float
+    match: bool = False
     fresh: int = 0
 
     def __post_init__(self) -> None:
@@ -99,6 +101,9 @@ class Trials:
         self.reference = self.net(self.space.all(Choice("preserve", self.space.ks[0])))
         self.macs = {v.layer: v.macs_before or 0 for v in report(self.reference).verdicts}
         self.baseline = self._baseline()
+        enough = sum(batch.samples for batch in self.batches) > 1
+        how = self.score
+        self.matcher = Matcher(self.reference, self.batches, how.decode, how.seed) if self.match and enough else None
 
     def __call__(self, choices: Choices) -> Trial:
         """The trial of one candidate. Raises OutOfTime where it would have to be measured and time is up."""
@@ -126,17 +131,20 @@ class Trials:
             net = self.net(choices)
         except PolicyError as error:
             return Trial(plain, name, uniform, refused=str(error))
+        matched = ""
         try:
+            if self.matcher is not None:
+                matched = self.matcher(net, usual(net)).method
             metric = self.score(net)
         except BatchError as error:
             raise SearchError(f"the converted net {name!r} cannot be measured: {error}") from error
         verdicts = report(net).verdicts
         macs, work = total_macs(verdicts)[1], int(sum((v.macs_after or 0) * self.weight(v.layer) for v in verdicts))
         if self.cost is not None:
-            return Trial(plain, name, uniform, metric, self.baseline["source"] / self.cost(net), None, macs, work)
+            return Trial(plain, name, uniform, metric, self.baseline["source"] / self.cost(net), None, macs, work, matched)
         taken = milliseconds({"reference": self.reference, "net": net}, self.batches[0].given, ROUNDS)
         speedup = self.baseline["source"] / self.baseline["reference"] * taken["reference"] / taken["net"]
-        return Trial(plain, name, uniform, metric, speedup, taken["net"], macs, work)
+        return Trial(plain, name, uniform, metric, speedup, taken["net"], macs, work, matched)
 
     def weight(self, layer: str) -> float:
         """What a multiply-accumulate of this layer costs with its share of the output's traffic."""

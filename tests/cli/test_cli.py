@@ -109,12 +109,12 @@ def test_env_and_help():
     found = json.loads(sj_tac_command("env", "--json"))
     assert found["torch"] == torch.__version__
     text = sj_tac_command("--help")
-    for command in ("plan", "convert", "diagnose", "sensitivity", "search", "bench", "env"):
+    for command in ("plan", "convert", "match", "diagnose", "sensitivity", "search", "bench", "env"):
         assert command in text
     assert "Exit status" in text
 
 
-@pytest.mark.parametrize("command", ["plan", "convert", "diagnose", "sensitivity", "search", "bench", "env"])
+@pytest.mark.parametrize("command", ["plan", "convert", "match", "diagnose", "sensitivity", "search", "bench", "env"])
 def test_every_command_has_help_with_an_example(command, capsys, monkeypatch):
     text = invoked(monkeypatch, capsys, 0, command, "--help")[0]
     assert f"Example: sj-tac {command}" in " ".join(text.split())
@@ -266,3 +266,18 @@ def test_convert_with_recalibration(data, folder, capsys, monkeypatch):
     invoked(monkeypatch, capsys, 0, "convert", *arguments, "--out", "fast.pt", "--json")
     fast = torch.load("fast.pt", weights_only=False)
     assert sj_tac.recalibrate(fast, undo=True) == ["features.1", "features.5"]
+
+
+def test_match(data, folder, capsys, monkeypatch):
+    arguments = (DIGITS[0], "--checkpoint", EXAMPLES / DIGITS[2], "--data", data / "digits.npz", "--k", 8)
+    out, _ = invoked(monkeypatch, capsys, 0, "match", *arguments, "--out", "fast.pt", "--json")
+    found = json.loads(out)
+    assert [c["method"] for c in found["candidates"]] == ["none", "moments", "rates", "both"]
+    fast = torch.load("fast.pt", weights_only=False)
+    assert f"matched by {found['method']!r}" in str(sj_tac.report(fast).notes) or found["method"] == "none"
+    out, _ = invoked(monkeypatch, capsys, 0, "match", *arguments, "--method", "moments")
+    assert "agreement" in out
+    invoked(monkeypatch, capsys, 0, "convert", *arguments, "--match", "--out", "again.pt", "--json")
+    assert "matched" in str(sj_tac.report(torch.load("again.pt", weights_only=False)).notes)
+    assert "--match needs --data" in invoked(monkeypatch, capsys, 2, "convert", DIGITS[0], "--match", "--out", "no.pt")[1]
+    assert "method='some'" in invoked(monkeypatch, capsys, 2, "match", *arguments, "--method", "some")[1]

@@ -45,7 +45,7 @@ def run(log: str | None = None, pause: float = 0.0, **options: object) -> sj_tac
         return cost(converted)
 
     slow_cost.__qualname__ = "cost"
-    given = {"max_drop": 0.1, "ks": (1, 2, 4, 8), "backend": "reference", "progress": False} | options
+    given = {"max_drop": 0.1, "ks": (1, 2, 4, 8), "backend": "reference", "progress": False, "match": False} | options
     return sj_tac.search(net, [(X, labels(net))], log=log, cost=slow_cost, **given)
 
 

@@ -82,6 +82,36 @@ def test_the_figures_in_the_evidence_are_those_of_the_nets(everything):
     assert policy.evidence.source_metric == 0
 
 
+def test_what_is_measured_of_matched_candidates_is_what_a_matched_net_does():
+    policy = costs.run(match=True, max_drop=0.03, modes=("preserve",), metric=closeness)
+    chosen = policy.evidence[policy.evidence.chosen]
+    kept = {trial.matched for trial in policy.evidence.trials}
+    assert kept <= {"none", "moments"}
+    assert "moments" in kept
+    net = sj_tac.convert(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
+    if chosen.matched != "none":
+        assert f"method='{chosen.matched}'" in " ".join(policy.evidence.notes)
+        sj_tac.match(net, costs.X, method=chosen.matched, progress=False)
+    assert closeness(net, [(costs.X, None)]) == pytest.approx(chosen.metric)
+    # What is matched is nearer by the divergence of the outputs, and mostly by this metric, too.
+    plain = costs.run(modes=("preserve",), metric=closeness).evidence
+    pairs = [
+        (t, plain[t.name])
+        for t in policy.evidence.trials
+        if t.matched == "moments" and t.name in {p.name for p in plain.trials}
+    ]
+    assert sum(a.metric > b.metric for a, b in pairs) > len(pairs) / 2
+
+
+def test_auto_matches_as_its_evidence_was_measured():
+    fast = sj_tac.convert(csnn(), "auto", calibration=iter([costs.X[:, :24], costs.X[:, 24:]]))
+    evidence = sj_tac.report(fast).evidence
+    chosen = evidence[evidence.chosen]
+    assert (f"matched by '{chosen.matched}'" in str(sj_tac.report(fast).notes)) == (chosen.matched != "none")
+    predictions = [scores(net, [Batch(costs.X)]).argmax(1) for net in (csnn(), fast)]
+    assert (predictions[0] == predictions[1]).double().mean().item() == pytest.approx(chosen.metric)
+
+
 def test_the_frontier_is_what_nothing_beats():
     trials = [
         Trial({}, str(i), False, m, s)
