@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sj_tac.host import register_affine, register_neuron
     from sj_tac.operators import TAC, TACTP
     from sj_tac.policy import Policy, Rule
+    from sj_tac.schedule import KSchedule
     from sj_tac.tuning.diagnosis import Diagnosis, diagnose
     from sj_tac.tuning.evidence import Evidence
     from sj_tac.tuning.matching import Match, match
@@ -24,6 +25,7 @@ __all__ = [
     "TACTP",
     "Diagnosis",
     "Evidence",
+    "KSchedule",
     "Match",
     "Policy",
     "Reason",
@@ -54,6 +56,7 @@ _HOMES = {
     "verdicts": ("Reason", "Report", "Verdict"),
     "batchnorm": ("freeze_bn", "recalibrate"),
     "conversion": ("convert", "plan", "report", "restore", "set_k"),
+    "schedule": ("KSchedule",),
     "host": ("register_affine", "register_neuron"),
     "tuning.diagnosis": ("Diagnosis", "diagnose"),
     "tuning.sensitivity": ("Sensitivity", "sensitivity"),

@@ -71,7 +71,7 @@ FLOORS = [
     {"operators", "experimental", "tuning"},
     {"batchnorm"},
     {"conversion"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "schedule"},
 ]
 
 
