@@ -17,7 +17,7 @@ class Correction:
     """Tensors of one module before and after it was corrected.
 
     Attributes:
-        by: "recalibrate" or "match". before, after: running mean and variance [C] of a BatchNorm, or a bias [C], by name.
+        by: RECALIBRATE or MATCH. before, after: running mean and variance [C] of a BatchNorm, or a bias [C], by name.
         moved: whether training on aggregated frames had moved a BatchNorm's statistics before.
     """
 
@@ -27,6 +27,7 @@ class Correction:
     moved: bool = False
 
 
+RECALIBRATE, MATCH = "recalibrate", "match"
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -55,4 +56,4 @@ def take_back(converted: nn.Module, corrected: dict[str, Correction], names: Ite
         put(module, correction.before)
         role = module.__dict__.get("_tac")
         if isinstance(role, Norm):
-            role.moved = correction.moved
+            role.moved, role.matched = correction.moved, ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap, verify as verification
-from rewrites.corrections import Correction, take_back
+from rewrites.corrections import MATCH, Correction, is_as_made, take_back
 from rewrites.observe import observe
 from rewrites.plan import Plan, analyse, report_on
 from rewrites.trace import as_arguments
@@ -112,7 +112,8 @@ def report(converted: nn.Module) -> Report:
     record = record_of(converted, "report")
     found = report_on(record.plan, converted, record.title)
     notes = [*found.notes, *record.notes]
-    if record.matched:
+    corrections = ((n, c) for n, c in record.corrected.items() if c.by == MATCH)
+    if record.matched and all(is_as_made(converted.get_submodule(name), c) for name, c in corrections):
         # What was seen before it was matched is told no more.
         notes = [*(note for note in notes if not note.startswith(AT_RISK)), record.matched]
     return replace(found, evidence=record.evidence, notes=tuple(notes))

@@ -79,7 +79,9 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
             pools.setdefault(fused.pool, PLAIN)
         roles.append((modules[name], unit))
     for name, layer in layout.norms.items():
-        roles.append((modules[name], Norm(layer, borders, name in layout.aggregated)))
+        settings = layout.drives[layer].settings if layer in layout.drives else None
+        fits = f"{settings.mode} k={settings.k}" if settings is not None else "the rate of a collapse before it"
+        roles.append((modules[name], Norm(layer, borders, name in layout.aggregated, fits=fits)))
     roles += [(modules[name], Affine(name, borders)) for name in layout.affine]
     for name, span in pools.items():
         if not isinstance(modules[name], nn.Identity):

@@ -9,16 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from rewrites.corrections import STATISTICS, Correction, held, put, take_back
+from rewrites.corrections import RECALIBRATE, STATISTICS, Correction, held, put, take_back
 from rewrites.pipeline import record_of
 from sj_tac import host
-from sj_tac.errors import BatchNormMovedWarning, ConversionError
+from sj_tac.errors import BatchNormMovedWarning, ConversionError, MatchedStatisticsWarning
 from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.swaps import is_swapped
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.measure import run_batch
-
-BY = "recalibrate"
 
 
 def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
@@ -62,7 +60,7 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
     if undo:
         if batches is not None:
             raise ConversionError("recalibrate: undo=True takes no batches; call it once without, once with them")
-        names = [name for name, correction in record.corrected.items() if correction.by == BY]
+        names = [name for name, correction in record.corrected.items() if correction.by == RECALIBRATE]
         if not names:
             raise ConversionError("recalibrate: there is nothing to undo; no statistics of this model were re-estimated")
         take_back(converted, record.corrected, names)
@@ -79,10 +77,10 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
             norm._tac.moved = moved[name]
         raise
     for name, norm in norms.items():
-        norm._tac.moved = True
+        norm._tac.moved, norm._tac.matched = True, ""
         # What the source had, however often this is called.
-        first = record.corrected.get(name, Correction(BY, before[name], moved=moved[name]))
-        record.corrected[name] = replace(first, by=BY, after=held(norm, STATISTICS))
+        first = record.corrected.get(name, Correction(RECALIBRATE, before[name], moved=moved[name]))
+        record.corrected[name] = replace(first, by=RECALIBRATE, after=held(norm, STATISTICS))
     return list(norms)
 
 
@@ -116,5 +114,18 @@ def warn_if_moved(norms: Mapping[str, Any], action: str) -> None:
             "variance than single frames, so these layers no longer fit another k. Fine-tune with "
             "sj_tac.freeze_bn(net), or load the source checkpoint's statistics back.",
             BatchNormMovedWarning,
+            stacklevel=3,
+        )
+
+
+def warn_if_matched(norms: Mapping[str, Any]) -> None:
+    """Of statistics that came matched in a checkpoint, so that what they replaced is not known."""
+    matched = {name: norm._tac.matched for name, norm in norms.items() if norm._tac.matched and not norm._tac.moved}
+    if matched:
+        name, fits = next(iter(matched.items()))
+        warnings.warn(
+            f"restore: the running statistics of {[*matched]} were matched in the checkpoint that was loaded ({name!r} for "
+            f"{fits}); they do not fit the source's k = 1. Load the source's checkpoint",
+            MatchedStatisticsWarning,
             stacklevel=3,
         )

@@ -122,6 +122,7 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
     made = [n for n, correction in record.corrected.items() if is_as_made(converted.get_submodule(n), correction)]
     take_back(converted, record.corrected, made)
     batchnorm.warn_if_moved(batchnorm.norms(converted), "restore")
+    batchnorm.warn_if_matched(batchnorm.norms(converted))
     swap.undo(converted, record.handles)
     delattr(converted, RECORD)
     return converted

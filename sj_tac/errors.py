@@ -61,6 +61,10 @@ class BatchNormMovedWarning(UserWarning):
     """Running statistics were updated on aggregated frames, so they no longer fit the layer at another k."""
 
 
+class MatchedStatisticsWarning(UserWarning):
+    """A checkpoint's running statistics were corrected by ``match`` for another k or mode than the net has."""
+
+
 class BackendFallbackWarning(UserWarning):
     """The fastest kernels cannot run on this machine; ``auto`` took the reference ones. Given once for each reason."""
 

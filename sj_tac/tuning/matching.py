@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from rewrites.corrections import Correction, take_back
+from rewrites.corrections import MATCH, Correction, take_back
 from rewrites.pipeline import Record, at_k_1, record_of
 from rewrites.verify import tensors
 from sj_tac import host
@@ -26,7 +26,6 @@ from sj_tac.tuning.fitting import Aim, Fit, Places, put_all
 from sj_tac.tuning.measure import Decode, run_batch, scores
 from sj_tac.tuning.progress import Bar
 
-BY = "match"
 NONE = "none"
 # What a method fits: moments of drives, firing rates, or both.
 METHODS = {NONE: (False, False), "moments": (True, False), "rates": (False, True), "both": (True, True)}
@@ -161,7 +160,7 @@ class Matcher:
     def __call__(self, converted: nn.Module, methods: Sequence[str], tick: Any = lambda what: None) -> Match:
         """Correct a net in place. Raises BatchError; the net is then as it was."""
         begun = time.monotonic()
-        record = record_of(converted, BY)
+        record = record_of(converted, "match")
         places = Places.of(converted, record.plan)
         aim = self.aim(places)
         with _all_or_nothing(converted, record, places):
@@ -178,8 +177,11 @@ class Matcher:
             put_all(converted, fits[best])
         for name in plain:
             if any(not torch.equal(plain[name][key], value) for key, value in fits[best][name].items()):
-                moved = bool(getattr(converted.get_submodule(name)._tac, "moved", False))
-                record.corrected[name] = Correction(BY, plain[name], fits[best][name], moved)
+                role: Any = converted.get_submodule(name)._tac
+                moved = isinstance(role, Norm) and role.moved
+                record.corrected[name] = Correction(MATCH, plain[name], fits[best][name], moved)
+                if isinstance(role, Norm):
+                    role.matched = role.fits
         made = Match(
             method=best,
             candidates=tuple(tried.values()),
@@ -214,7 +216,7 @@ def usual(converted: nn.Module) -> tuple[str, ...]:
 def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Iterator[None]:
     """Put everything back that a fit writes, where it fails."""
     held, corrected = places.take(converted), dict(record.corrected)
-    moved = {name: norm.moved for name, norm in _norms(converted)}
+    noted = {name: (norm.moved, norm.matched) for name, norm in _norms(converted)}
     try:
         yield
     except BaseException:
@@ -222,7 +224,7 @@ def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Ite
         record.corrected.clear()
         record.corrected.update(corrected)
         for name, norm in _norms(converted):
-            norm.moved = moved[name]
+            norm.moved, norm.matched = noted[name]
         raise
 
 
@@ -280,7 +282,7 @@ def _rates(source: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Ma
 
 def unmatch(converted: nn.Module, record: Record) -> None:
     """Take back what ``match`` wrote, and what is said of it."""
-    take_back(converted, record.corrected, [n for n, correction in record.corrected.items() if correction.by == BY])
+    take_back(converted, record.corrected, [n for n, correction in record.corrected.items() if correction.by == MATCH])
     record.matched = ""
 
 

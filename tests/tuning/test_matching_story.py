@@ -14,7 +14,7 @@ from torch import nn
 
 import sj_tac
 from rewrites.pipeline import record_of
-from sj_tac.errors import BatchError, BatchNormMovedWarning, ConversionError, PolicyError
+from sj_tac.errors import BatchError, BatchNormMovedWarning, ConversionError, MatchedStatisticsWarning, PolicyError
 
 
 @pytest.mark.parametrize("policy", ["preserve", "collapse", {"default": {"mode": "collapse", "k": 4, "spikes": "binary"}}])
@@ -179,7 +179,7 @@ def test_a_failure_half_way_changes_nothing(monkeypatch):
     assert not record_of(fast, "").corrected
 
 
-def test_a_matched_checkpoint_loads_anywhere():
+def test_a_matched_checkpoint_loads_anywhere_and_says_where_it_does_not_fit():
     source = narrow()
     fast = sj_tac.convert(source, "preserve", 4)
     fitted(fast, "moments")
@@ -187,8 +187,30 @@ def test_a_matched_checkpoint_loads_anywhere():
     torch.save(fast.state_dict(), file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    plain = copy.deepcopy(source)
-    plain.load_state_dict(loaded)
-    other = sj_tac.convert(source, "preserve", 4)
-    other.load_state_dict(loaded)
+    plain, usual = copy.deepcopy(source), copy.deepcopy(source.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain.load_state_dict(loaded)  # a class that knows nothing of it
+        other = sj_tac.convert(source, "preserve", 4)
+        other.load_state_dict(loaded)
     assert same_state(other, fast)
+    assert list(other.state_dict()) == list(source.state_dict())
+    with pytest.warns(MatchedStatisticsWarning, match=r"matched for preserve k=4, .* at preserve k=2"):
+        sj_tac.convert(source, "preserve", 2).load_state_dict(loaded)
+    # What it replaced is not known there.
+    with pytest.warns(MatchedStatisticsWarning, match="Load the source's checkpoint"):
+        sj_tac.restore(other)
+    again = sj_tac.convert(source, "preserve", 4)
+    again.load_state_dict(copy.deepcopy(other.state_dict()))
+    with pytest.warns(MatchedStatisticsWarning):
+        sj_tac.restore(again)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same_state(sj_tac.restore(fast), source)
+        # The source's own checkpoint is the source's again.
+        other.load_state_dict(usual)
+        assert same_state(sj_tac.restore(other), source)
+        assert "matched by" in str(sj_tac.report(fast).notes)
+        fast.load_state_dict(usual)
+        assert "matched by" not in str(sj_tac.report(fast).notes)
+        assert same_state(sj_tac.restore(fast), source)
