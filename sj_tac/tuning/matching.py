@@ -22,11 +22,12 @@ from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.distilling import distil
 from sj_tac.tuning.fitting import Aim, Fit, Places, put_all
 from sj_tac.tuning.measure import Decode, run_batch, scores
 from sj_tac.tuning.progress import Bar
 
-NONE = "none"
+NONE, DISTILLED = "none", "distilled"
 # What a method fits: moments of drives, firing rates, or both.
 METHODS = {NONE: (False, False), "moments": (True, False), "rates": (False, True), "both": (True, True)}
 SAMPLES = 64
@@ -35,6 +36,7 @@ SAMPLES = 64
 class MatchOptions(TypedDict, total=False):
     """What ``match`` takes by keyword beside the method."""
 
+    steps: int
     samples: int
     decode: Decode | None
     seed: int
@@ -77,7 +79,7 @@ class Match(Shown):
     """What ``match`` did. ``print`` shows tables.
 
     Attributes:
-        method: what was kept: "none", "moments", "rates" or "both". candidates: all that were tried, "none" first.
+        method: what was kept: "none", "moments", "rates", "both" or "distilled". candidates: all that were tried.
         layers: firing rates of every neuron. corrected: names of the modules that were written to.
         skipped: neurons whose rates could not be fitted, and why.
         fitted, held_out: numbers of samples. seconds: of the whole call.
@@ -157,8 +159,8 @@ class Matcher:
             self.known.append((places, found))
         return found
 
-    def __call__(self, converted: nn.Module, methods: Sequence[str], tick: Any = lambda what: None) -> Match:
-        """Correct a net in place. Raises BatchError; the net is then as it was."""
+    def __call__(self, converted: nn.Module, methods: Sequence[str], tick: Any = lambda what: None, steps: int = 0) -> Match:
+        """Correct a net in place; ``steps`` of distilling come last. Raises BatchError; the net is then as it was."""
         begun = time.monotonic()
         record = record_of(converted, "match")
         places = Places.of(converted, record.plan)
@@ -173,8 +175,14 @@ class Matcher:
                 rates[method], skipped[method] = fit(self.fitted, self.seed), fit.skipped
                 fits[method], tried[method] = places.take(converted), self._compared(method, converted)
                 tick(method)
-            best = min(tried.values(), key=lambda c: (c.distance, c.method != NONE)).method
+            best = _nearest(tried)
             put_all(converted, fits[best])
+            if steps:
+                distil(converted, self.source, places, self.fitted, steps=steps, seed=self.seed, tick=tick)
+                fits[DISTILLED], tried[DISTILLED] = places.take(converted), self._compared(DISTILLED, converted)
+                rates[DISTILLED] = Fit(converted, places, aim, moments=False, rates=False)(self.fitted, self.seed)
+                skipped[DISTILLED], best = skipped[best], _nearest(tried)
+                put_all(converted, fits[best])
         for name in plain:
             if any(not torch.equal(plain[name][key], value) for key, value in fits[best][name].items()):
                 role: Any = converted.get_submodule(name)._tac
@@ -203,6 +211,10 @@ class Matcher:
         kl = (logs[0].exp() * (logs[0] - logs[1])).sum(1).mean().item()
         alike = (got.argmax(1) == self.expected.argmax(1)).double().mean().item()
         return Candidate(method, alike, max(0.0, kl))
+
+
+def _nearest(tried: Mapping[str, Candidate]) -> str:
+    return min(tried.values(), key=lambda c: (c.distance, c.method != NONE)).method
 
 
 def usual(converted: nn.Module) -> tuple[str, ...]:
@@ -305,7 +317,9 @@ def match(
             to be like those that will come; "moments" serves other ones, too.
         method: "auto" tries all; "moments", "rates" or "both" are tried beside "none".
         undo: take the corrections back instead.
-        samples (in ``options``, as what follows): at most so many are fitted, in one batch, as many compared; default 64.
+        steps (in ``options``, as what follows): so many steps of gradient descent on the source's outputs move scales and
+            shifts further, which is kept where held out samples come nearer ("distilled"); default 0, try 60.
+        samples: at most so many are fitted, in one batch, as many compared; default 64.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C]. Without it other outputs
             are compared by their mean squared difference.
         seed: of random encoders in the net, default 0. progress: show a bar, default True.
@@ -329,9 +343,12 @@ def match(
     methods = tuple(METHODS)[1:] if method == "auto" else (method,)
     if method not in ("auto", *methods) or not set(methods) <= METHODS.keys() - {NONE}:
         raise PolicyError(f"match: method={method!r}; {nearest(method, ['auto', *METHODS])}")
+    steps = options.get("steps", 0)
+    if steps < 0:
+        raise PolicyError(f"match: steps={steps} must be 0 or more, steps of distilling")
     if options.get("samples", SAMPLES) < 1:
         raise PolicyError(f"match: samples={options['samples']} must be at least 1, the samples that are fitted")
     held = collect(batches, converted)
-    with Bar("match", 1 + len(methods), options.get("progress", True)) as bar:
+    with Bar("match", 1 + len(methods) + steps, options.get("progress", True)) as bar:
         matcher = Matcher(converted, held, options.get("decode"), options.get("seed", 0), options.get("samples", SAMPLES))
-        return matcher(converted, methods, bar.step)
+        return matcher(converted, methods, bar.step, steps)

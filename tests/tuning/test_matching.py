@@ -10,6 +10,7 @@ from support import awake, conv, csnn, frames, node, norm, only_v2, same_state
 from torch import nn
 
 import sj_tac
+from sj_tac.tuning import matching
 from sj_tac.tuning.matching import METHODS
 
 
@@ -222,3 +223,33 @@ def test_decode():
     assert raw.before.distance > 0
     done = sj_tac.match(fast, X, progress=False, decode=lambda out: out["scores"].mean(0))
     assert done.before.agreement is not None
+
+
+def test_distilling_comes_nearer_on_what_it_was_fitted_and_is_kept_where_it_does_elsewhere(monkeypatch):
+    source = narrow(lambda: node("if"))
+    x = frames(8, 40, 2, 8, 8)
+    fast = sj_tac.convert(source, "preserve", K)
+    done = sj_tac.match(fast, x, method="rates", steps=40, progress=False)
+    assert [c.method for c in done.candidates] == ["none", "rates", "distilled"]
+    assert done.after.distance == min(c.distance for c in done.candidates)
+
+    def distance(net):
+        with torch.no_grad():
+            a, b = (n(x[:, ::2]).mean(0) for n in (source, net))
+        functional.reset_net(source)
+        functional.reset_net(net)
+        return (a - b).square().mean().item()
+
+    far = sj_tac.convert(source, "preserve", K)
+    monkeypatch.setattr(matching, "_nearest", lambda tried: "distilled" if "distilled" in tried else "rates")
+    before = distance(far)
+    done = sj_tac.match(far, x, method="rates", steps=40, progress=False)
+    assert done.method == "distilled"
+    assert distance(far) < 0.7 * before
+    # The definition of a plain net with these statistics is what the distilled net computes.
+    with torch.no_grad():
+        plain = shared(with_statistics_of(source, far), K, 1.0)
+        assert (plain(x).mean(0) - far(x).mean(0)).abs().max() < 0.1
+    assert all(p.requires_grad for p in far.parameters())
+    functional.reset_net(far)
+    assert same_state(sj_tac.restore(far), source)

@@ -1,0 +1,129 @@
+"""Distil a source into the BatchNorms of its converted net: a few steps of gradient descent, without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewrites.corrections import STATISTICS, held, put
+from rewrites.verify import tensors
+from sj_tac import host
+from sj_tac.errors import BatchError
+from sj_tac.tuning.batches import Batch
+from sj_tac.tuning.fitting import Places
+from sj_tac.tuning.measure import run, run_batch
+
+RATE = 0.01
+CHUNK = 16  # samples a step
+# How far a scale may go, as a logarithm.
+LIMIT = 1.5
+
+
+def distil(
+    converted: nn.Module,
+    source: nn.Module,
+    places: Places,
+    batch: Batch,
+    *,
+    steps: int,
+    seed: int,
+    tick: Callable[[str], None] = lambda what: None,
+) -> None:
+    """Move scale and shift of every norm towards the source's outputs, as running statistics, in place.
+
+    ``I' = exp(g) a (y - mu) + b + d`` per channel, for BatchNorm's ``I = a (y - mu) + b``; Adam on g and d, for the mean
+    squared difference of the outputs over the variance of the source's. All weights stay as they are, BatchNorm's own, too.
+
+    Raises BatchError where the loss is not finite, or no gradient comes to any norm.
+    """
+    norms: dict[str, Any] = {name: converted.get_submodule(name) for name in places.norms}
+    norms = {name: norm for name, norm in norms.items() if norm.weight is not None and norm.bias is not None}
+    if not norms:
+        return
+    starts = range(0, batch.samples, CHUNK)
+    chunks = [Batch(batch.frames[:, i : i + CHUNK], None, batch.batch_first) for i in starts]
+    wanted = _wanted(source, chunks, seed)
+    spread = torch.cat(wanted).var().clamp_min(1e-12)
+    moves = {name: (torch.zeros_like(norm.weight), torch.zeros_like(norm.bias)) for name, norm in norms.items()}
+    first = {name: held(norm, ("weight", "bias")) for name, norm in norms.items()}
+    flags = {parameter: parameter.requires_grad for parameter in converted.parameters()}
+    optimizer = torch.optim.Adam([x for pair in moves.values() for x in pair], RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    try:
+        with host.looked_at(converted), torch.enable_grad():
+            for parameter in flags:
+                parameter.requires_grad_(False)
+            for norm in norms.values():
+                norm.weight.requires_grad_(True)
+                norm.bias.requires_grad_(True)
+            for step in range(steps):
+                number = step % len(chunks)
+                torch.manual_seed(seed + number)
+                got = _flat(run(converted, chunks[number].given))
+                loss = (got - wanted[number]).square().mean() / spread
+                if not torch.isfinite(loss):
+                    raise BatchError(f"distilling: the loss is {loss.item()} in step {step}")
+                learned = [p for norm in norms.values() for p in (norm.weight, norm.bias)]
+                grads = torch.autograd.grad(loss, learned, allow_unused=True)
+                _move(norms, moves, first, grads, optimizer)
+                schedule.step()
+                tick("distil")
+    finally:
+        for name, norm in norms.items():
+            put(norm, first[name])
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+    for name, norm in norms.items():
+        _write(norm, *moves[name])
+
+
+def _wanted(source: nn.Module, chunks: list[Batch], seed: int) -> list[Tensor]:
+    found = []
+    with host.looked_at(source):
+        for number, chunk in enumerate(chunks):
+            torch.manual_seed(seed + number)
+            found.append(_flat(run_batch(source, chunk, number)))
+    return found
+
+
+def _flat(output: Any) -> Tensor:
+    """All numbers of an output that are differentiable, in one row; those of steps as their mean over time."""
+    parts = [x for x in tensors(output) if x.is_floating_point()]
+    return torch.cat([(x.float().mean(0) if x.dim() == 3 else x.float()).flatten() for x in parts])
+
+
+def _move(
+    norms: dict[str, Any],
+    moves: dict[str, tuple[Tensor, Tensor]],
+    first: dict[str, dict[str, Tensor]],
+    grads: tuple[Tensor | None, ...],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """One step of g and d, and BatchNorm's weight and bias by them."""
+    each = iter(grads)
+    for name, norm in norms.items():
+        by_weight, by_bias = next(each), next(each)
+        scale, shift = moves[name]
+        scale.grad = None if by_weight is None else by_weight * norm.weight.detach()
+        shift.grad = by_bias
+    optimizer.step()
+    for name, norm in norms.items():
+        scale, shift = moves[name]
+        scale.clamp_(-LIMIT, LIMIT)
+        put(norm, {"weight": first[name]["weight"] * scale.exp(), "bias": first[name]["bias"] + shift})
+
+
+def _write(norm: Any, scale: Tensor, shift: Tensor) -> None:
+    """As running statistics: ``v' = (v + eps) / r^2 - eps, mu' = mu - d / (r a)`` for ``r = exp(g)``."""
+    now = {key: value.double() for key, value in held(norm, STATISTICS).items()}
+    own = norm.weight.detach().double() / (now["running_var"] + norm.eps).sqrt()
+    moved = own.abs() > 1e-12
+    ratio = torch.where(moved, scale.double().exp(), 1.0)
+    by = torch.where(moved, shift.double() / (ratio * torch.where(moved, own, 1.0)), 0.0)
+    put(
+        norm,
+        {"running_mean": now["running_mean"] - by, "running_var": (now["running_var"] + norm.eps) / ratio**2 - norm.eps},
+    )
