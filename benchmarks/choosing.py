@@ -88,15 +88,37 @@ def gesture(checkpoint: Path) -> Task:
     return Task("GestureNet", net, calibration, test, 20, about)
 
 
-def searched(task: Task, out: Path, logs: Path) -> dict[float, sj_tac.Policy]:
+def searched(task: Task, out: Path, logs: Path, match: bool) -> dict[float, sj_tac.Policy]:
     """A policy for every budget; what was tried for one is not tried again for the next."""
     batches = task.batches(task.calibration)
-    shown, log = (out.with_name(f"{out.stem}-{task.name.lower()}.json"), logs / f"{task.name}.jsonl")
+    kind = "" if match else "-unmatched"
+    shown, log = (out.with_name(f"{out.stem}-{task.name.lower()}{kind}.json"), logs / f"{task.name}{kind}.jsonl")
     # The picture and the list of what was tried are those of the middle budget.
     return {
-        drop: sj_tac.search(task.net, batches, max_drop=drop, log=log, out=shown if drop == DROPS[1] else None)
+        drop: sj_tac.search(task.net, batches, max_drop=drop, log=log, out=shown if drop == DROPS[1] else None, match=match)
         for drop in DROPS
     }
+
+
+def beside_unmatched(task: Task, found: dict[str, dict[float, sj_tac.Policy]], rounds: int) -> list[dict[str, Any]]:
+    """What was found among matched candidates and among others, timed in turns, on samples that chose nothing."""
+    every = {f"{kind} {drop:g}": (policy, 2) for kind, policies in found.items() for drop, policy in policies.items()}
+    test = task.batches(task.test)
+    tables = {
+        kind: bench(task.net, test, every, title=f"{task.name}, {kind}", rounds=rounds, match=batches)
+        for kind, batches in (("matched", task.batches(task.calibration)), ("unmatched", None))
+    }
+    made = []
+    for drop in DROPS:
+        entry: dict[str, Any] = {"drop": drop, "source": tables["matched"].rows[0].accuracy}
+        for kind, table in tables.items():
+            name = f"{kind} {drop:g}"
+            # Matching changes no time: those of one table are of one run.
+            timed = tables["matched"][name]
+            entry[kind] = {"accuracy": table[name].accuracy, "ms": timed.ms, "speedup": timed.speedup}
+            entry[kind]["policy"] = found[kind][drop].evidence.chosen
+        made.append(entry)
+    return made
 
 
 def compared(task: Task, found: dict[float, sj_tac.Policy], rounds: int) -> dict[str, Any]:
@@ -109,7 +131,14 @@ def compared(task: Task, found: dict[float, sj_tac.Policy], rounds: int) -> dict
         rows[name] = ({"default": {"mode": mode, "k": int(k)}}, 2)
     names = {drop: f"searched, max_drop {drop:g}" for drop in found}
     rows |= {names[drop]: (policy, 2) for drop, policy in found.items()}
-    table = bench(task.net, task.batches(task.test), rows, title=f"{task.name}: {task.about}", rounds=rounds)
+    table = bench(
+        task.net,
+        task.batches(task.test),
+        rows,
+        title=f"{task.name}: {task.about}",
+        rounds=rounds,
+        match=task.batches(task.calibration),
+    )
     shown = [asdict(row) | {"calibration": uniform[row.name].metric if row.name in uniform else None} for row in table.rows]
     best = []
     for drop, policy in found.items():
@@ -180,13 +209,14 @@ def main() -> None:
     console, results = Console(width=125), {}
     folder = tempfile.TemporaryDirectory() if options.logs is None else contextlib.nullcontext(options.logs)
     with folder as logs:
-        every = {task.name: searched(task, out, Path(logs)) for task in tasks}
+        every = {task.name: [searched(task, out, Path(logs), match) for match in (True, False)] for task in tasks}
     for task in tasks:
-        found = every[task.name]
+        found, plain = every[task.name]
         for policy in found.values():
             console.print(policy.evidence)
         results[task.name] = compared(task, found, options.rounds) | {"recalibrated": recalibrated(task)}
-        console.print(results[task.name]["best"], results[task.name]["recalibrated"])
+        results[task.name]["matching"] = beside_unmatched(task, {"matched": found, "unmatched": plain}, options.rounds)
+        console.print(*(results[task.name][part] for part in ("best", "recalibrated", "matching")))
     content = {"kind": "choosing", "rounds": options.rounds, "machine": machine.describe(), "results": results}
     out.write_text(json.dumps(content, indent=1) + "\n")
     console.print(f"Written: {out}")

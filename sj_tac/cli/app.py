@@ -245,6 +245,9 @@ def bench(
         "collapse:4",
     ],
     rounds: Rounds = 9,
+    match: Annotated[
+        str | None, typer.Option(help="match the conversions by these frames: a file, or package.module:factory")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="compare with torch.compile as well (minutes)")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON, and a PNG beside it")] = None,
     batch_size: BatchSize = 100,
@@ -256,7 +259,8 @@ def bench(
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
     rows = dict(_row(text) for text in policies)
-    found = bench_(net, held, rows, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed)
+    by = load.batches(match, batch_size, batch_first, net) if match else None
+    found = bench_(net, held, rows, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed, match=by)
     if out is not None:
         found.save(out)
     _show(found, as_json)

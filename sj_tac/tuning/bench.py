@@ -21,6 +21,7 @@ from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.matching import Matcher, usual
 from sj_tac.tuning.measure import accuracy, firing, labels_of, milliseconds_afresh, scores
 from sj_tac.tuning.options import Measurement, MeasurementOptions
 from sj_tac.tuning.progress import Bar
@@ -108,6 +109,7 @@ def bench(
     *,
     title: str = "",
     compiled: bool = False,
+    match: Any = None,
     **options: Unpack[MeasurementOptions],
 ) -> Bench:
     """Measure the model and its conversions on the same batches; the first batch is timed.
@@ -117,6 +119,8 @@ def bench(
         batches: frames [T, N, C, H, W] or (frames, labels), kept in memory.
         policies: by the name of their row, a policy and the k where it does not say one, as ``sj_tac.convert`` takes them.
         compiled: compare with torch.compile of the source as well (minutes).
+        match: batches that every conversion is matched by before it is measured, as a search does it; others than
+            ``batches``, or what they say of accuracy is too good.
         rounds (in ``options``, as what follows): timed rounds, all nets in turns, default 9.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C].
         backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
@@ -136,6 +140,8 @@ def bench(
             raise PolicyError(f"bench: two rows are named {name!r}; give each policy a name of its own")
         make[name] = partial(convert_with, model, policy, k, example_input=example, backend=how.backend)
         nets[name] = make[name]()
+    if match is not None:
+        _match([nets[name] for name in policies], collect(match, model), how)
     before, _ = total_macs(plan(model, example_input=example).verdicts)
     truth = labels_of(held, "accuracy") if held[0].labels is not None else None
     said: dict[str, torch.Tensor] = {}
@@ -164,6 +170,14 @@ def bench(
     samples = sum(batch.samples for batch in held)
     shape = tuple(held[0].frames.shape)
     return Bench(title or type(model).__name__, rows, samples, shape, how.rounds, machine.describe())
+
+
+def _match(nets: Sequence[nn.Module], held: Sequence[Batch], how: Measurement) -> None:
+    """Match conversions of one source, as a search does it."""
+    if nets:
+        matcher = Matcher(nets[0], held, how.decode, how.seed)
+        for net in nets:
+            matcher(net, usual(net))
 
 
 def _rate(net: nn.Module, held: Sequence[Batch]) -> float:

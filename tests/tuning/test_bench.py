@@ -64,3 +64,17 @@ def test_without_labels_there_is_no_accuracy_and_bad_input_is_named(tmp_path):
         bench(None, X, {})
     with pytest.raises(BatchError, match="there are no batches"):
         bench(csnn(), [], {})
+
+
+def test_conversions_are_matched_as_by_hand():
+    from sj_tac.tuning.batches import Batch
+    from sj_tac.tuning.measure import scores
+
+    source, rows = csnn(), {"k=4": ("preserve", 4)}
+    plain = bench(source, X, rows, rounds=1, progress=False)["k=4"]
+    matched = bench(source, X, rows, rounds=1, progress=False, match=1 - X)["k=4"]
+    net = sj_tac.convert(source, "preserve", 4)
+    assert sj_tac.match(net, 1 - X, method="moments", progress=False).method == "moments"
+    expected = [scores(n, [Batch(X)]).argmax(1) for n in (source, net)]
+    assert matched.agreement == (expected[0] == expected[1]).double().mean().item()
+    assert matched.firing != plain.firing
