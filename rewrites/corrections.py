@@ -44,16 +44,41 @@ def put(module: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def is_as_made(module: Any, correction: Correction) -> bool:
-    """True where nothing has moved what a correction made."""
-    return all(torch.equal(getattr(module, name), value) for name, value in correction.after.items())
+    """True where nothing has moved what a correction made; a net that changed device or precision since has not."""
+    return all(
+        torch.equal(getattr(module, name), value.to(getattr(module, name))) for name, value in correction.after.items()
+    )
 
 
-def take_back(converted: nn.Module, corrected: dict[str, Correction], names: Iterable[str]) -> None:
-    """What these modules had before, in place; ``corrected`` notes them no longer."""
+def is_loaded(module: Any, correction: Correction) -> bool:
+    """True where a checkpoint has taken the place of what ``match`` wrote."""
+    return correction.by == MATCH and not module._tac.matched
+
+
+def loaded_matched(converted: nn.Module, corrected: Mapping[str, Correction]) -> dict[str, str]:
+    """Modules whose values came matched in a checkpoint, and for what: what stood there before is not known."""
+    roles = ((name, getattr(module.__dict__.get("_tac"), "matched", "")) for name, module in converted.named_modules())
+    return {name: matched for name, matched in roles if matched and name not in corrected}
+
+
+def take_back(converted: nn.Module, corrected: dict[str, Correction], names: Iterable[str]) -> list[str]:
+    """What these modules had before, in place; ``corrected`` notes them no longer. Returns those that had any.
+
+    What a checkpoint replaced stays. Statistics that training moved on stay. A bias that training moved on loses the shift.
+    """
+    done = []
     for name in list(names):
         module: Any = converted.get_submodule(name)
-        correction = corrected.pop(name)
-        put(module, correction.before)
-        role = module.__dict__.get("_tac")
-        if isinstance(role, Norm):
-            role.moved, role.matched = correction.moved, ""
+        correction, role = corrected.pop(name), module._tac
+        if not is_loaded(module, correction):
+            if is_as_made(module, correction):
+                put(module, correction.before)
+                if isinstance(role, Norm):
+                    role.moved = correction.moved
+                done.append(name)
+            elif "bias" in correction.before:
+                shift = correction.after["bias"] - correction.before["bias"]
+                put(module, {"bias": module.bias - shift.to(module.bias)})
+                done.append(name)
+        role.matched = ""
+    return done

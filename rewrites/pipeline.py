@@ -150,7 +150,13 @@ def deep_copy(model: nn.Module) -> nn.Module:
 
 def at_k_1(converted: nn.Module) -> nn.Module:
     """A copy of a converted model that computes what its source does: k = 1 in every layer, and no corrections."""
-    copied = deep_copy(converted)
+    try:
+        copied = deep_copy(converted)
+    except ConversionError as error:
+        raise ConversionError(
+            f"what the source does is measured on a copy of the converted net: {str(error).split(';')[0]}; make the weights "
+            "plain first, then convert"
+        ) from error
     record = record_of(copied, "at_k_1")
     take_back(copied, record.corrected, [*record.corrected])
     source = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from rewrites.corrections import RECALIBRATE, STATISTICS, Correction, held, put, take_back
-from rewrites.pipeline import record_of
+from rewrites.corrections import MATCH, RECALIBRATE, STATISTICS, Correction, held, loaded_matched, put, take_back
+from rewrites.pipeline import Record, record_of
 from sj_tac import host
 from sj_tac.errors import BatchNormMovedWarning, ConversionError, MatchedStatisticsWarning
 from sj_tac.runtime.layers import Norm
@@ -63,8 +63,13 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
         names = [name for name, correction in record.corrected.items() if correction.by == RECALIBRATE]
         if not names:
             raise ConversionError("recalibrate: there is nothing to undo; no statistics of this model were re-estimated")
-        take_back(converted, record.corrected, names)
-        return names
+        done = take_back(converted, record.corrected, names)
+        if not done:
+            raise ConversionError(
+                "recalibrate: there is nothing to undo; training or a checkpoint has moved on what it wrote"
+            )
+        return done
+    refuse_matched(converted, record, "recalibrate")
     placed = {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, Norm)}
     norms: dict[str, Any] = {name: norm for name, norm in placed.items() if norm.running_mean is not None}
     before = {name: held(norm, STATISTICS) for name, norm in norms.items()}
@@ -76,8 +81,9 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
             put(norm, before[name])
             norm._tac.moved = moved[name]
         raise
+    record.matched = ""
     for name, norm in norms.items():
-        norm._tac.moved, norm._tac.matched = True, ""
+        norm._tac.moved = True
         # What the source had, however often this is called.
         first = record.corrected.get(name, Correction(RECALIBRATE, before[name], moved=moved[name]))
         record.corrected[name] = replace(first, by=RECALIBRATE, after=held(norm, STATISTICS))
@@ -118,14 +124,25 @@ def warn_if_moved(norms: Mapping[str, Any], action: str) -> None:
         )
 
 
-def warn_if_matched(norms: Mapping[str, Any]) -> None:
-    """Of statistics that came matched in a checkpoint, so that what they replaced is not known."""
-    matched = {name: norm._tac.matched for name, norm in norms.items() if norm._tac.matched and not norm._tac.moved}
+def refuse_matched(converted: nn.Module, record: Record, action: str) -> None:
+    """Raise ConversionError where what ``action`` starts from would be what ``match`` wrote."""
+    if record.matched and any(correction.by == MATCH for correction in record.corrected.values()):
+        raise ConversionError(f"{action}: this net is matched; sj_tac.match(net, undo=True) first")
+    found = loaded_matched(converted, record.corrected)
+    if found:
+        raise ConversionError(
+            f"{action}: values of {[*found]} came matched in a checkpoint; load the source's checkpoint first"
+        )
+
+
+def warn_if_matched(converted: nn.Module, action: str) -> None:
+    """Of values that came matched in a checkpoint, so that what they replaced is not known."""
+    matched = loaded_matched(converted, record_of(converted, action).corrected)
     if matched:
         name, fits = next(iter(matched.items()))
         warnings.warn(
-            f"restore: the running statistics of {[*matched]} were matched in the checkpoint that was loaded ({name!r} for "
-            f"{fits}); they do not fit the source's k = 1. Load the source's checkpoint",
+            f"{action}: statistics or biases of {[*matched]} were matched in the checkpoint that was loaded ({name!r} for "
+            f"{fits}), and what they were before is not known; they fit no other k. Load the source's checkpoint",
             MatchedStatisticsWarning,
             stacklevel=3,
         )

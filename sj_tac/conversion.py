@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 from torch import nn
 
 from rewrites import pipeline, swap
-from rewrites.corrections import is_as_made, take_back
+from rewrites.corrections import take_back
 from rewrites.pipeline import RECORD, deep_copy, plan as plan, record_of, report as report
 from sj_tac import batchnorm
 from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
@@ -118,11 +118,9 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
     if not inplace:
         converted = deep_copy(converted)
         record = record_of(converted, "restore")
-    # Statistics that moved on after they were re-estimated are training's, and stay.
-    made = [n for n, correction in record.corrected.items() if is_as_made(converted.get_submodule(n), correction)]
-    take_back(converted, record.corrected, made)
+    take_back(converted, record.corrected, [*record.corrected])
     batchnorm.warn_if_moved(batchnorm.norms(converted), "restore")
-    batchnorm.warn_if_matched(batchnorm.norms(converted))
+    batchnorm.warn_if_matched(converted, "restore")
     swap.undo(converted, record.handles)
     delattr(converted, RECORD)
     return converted
@@ -160,10 +158,11 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
     resized = {name: place for name, place in places if place.frames != plan.layout.drives[name].frames}
     _check_logits(converted, resized, "set_k", drop_learned)
     changing = {name for name in chosen if old.settings[name].k != k}
+    batchnorm.warn_if_moved({n: norm for n, norm in batchnorm.norms(converted).items() if n in changing}, "set_k")
     if changing:
+        batchnorm.warn_if_matched(converted, "set_k")
         # What was fitted to the old k would be wrong for the new one, also behind these layers.
         unmatch(converted, record)
-    batchnorm.warn_if_moved({n: norm for n, norm in batchnorm.norms(converted).items() if n in changing}, "set_k")
     seen = {name: converted.get_submodule(place.site)._tac.seen for name, place in places}  # type: ignore[union-attr]
     for handle in record.handles:
         handle.remove()

@@ -14,6 +14,7 @@ from rewrites.pipeline import record_of
 from sj_tac import batchnorm
 from sj_tac.conversion import set_k
 from sj_tac.errors import BatchNormMovedWarning, PolicyError
+from sj_tac.policy import name_matches, nearest
 
 _CURVE = re.compile(r"(cosine|linear) from (\d+) to (\d+)")
 
@@ -40,7 +41,7 @@ class KSchedule:
         batches: a few batches of frames [T, N, C, H, W] or (frames, labels), read again at every change.
 
     Raises:
-        PolicyError: ks, epochs, or layers that match nothing. ConversionError: not a converted model.
+        PolicyError: ks, epochs, or layers that match nothing. ConversionError: not a converted model, or a matched one.
     """
 
     def __init__(
@@ -52,7 +53,11 @@ class KSchedule:
         layers: str = "*",
         batches: Any = None,
     ) -> None:
-        record_of(converted, "KSchedule")
+        record = record_of(converted, "KSchedule")
+        batchnorm.refuse_matched(converted, record, "KSchedule")
+        names = record.plan.layout.drives
+        if not any(name_matches(name, layers) for name in names):
+            raise PolicyError(f"KSchedule: layers={layers!r} matches no converted layer; {nearest(layers, names)}")
         if batches is not None and iter(batches) is batches:
             raise PolicyError("KSchedule: batches are read again at every change of k; give a list or a DataLoader")
         self.converted, self.layers, self.batches = converted, layers, batches
@@ -78,6 +83,7 @@ class KSchedule:
 
     def _change(self, k: int) -> None:
         record = record_of(self.converted, "KSchedule")
+        batchnorm.refuse_matched(self.converted, record, "KSchedule")
         before = {name: place.settings.k for name, place in record.plan.layout.drives.items()}
         with warnings.catch_warnings():
             # Statistics that moved are what this is about.

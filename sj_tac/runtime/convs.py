@@ -16,6 +16,7 @@ from sj_tac.kernels import reference
 from sj_tac.kernels.weights import decay_weights
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.groups import Groups, Sums, even, single
+from sj_tac.runtime.matched import Matchable
 from sj_tac.runtime.values import Frames, Shared, Spikes, ordinary
 
 LOGITS = "tac_logits"
@@ -54,10 +55,11 @@ def _is_repeated(frames: Tensor) -> bool:
     return torch.equal(frames[0], frames[1]) and torch.equal(frames[1:], frames[:1].expand_as(frames[1:]))
 
 
-class DriveModule(nn.Module):
+class DriveModule(Matchable):
     """The conv of a converted chain, or the container that begins with it. See the subclasses."""
 
     _tac: Drive
+    _corrected = "bias"
     # Dimensions of the frames, where the layer is a conv itself: most calls are checked by these.
     _rank = 0
     # One of torch's own layers, which takes folded frames [T * N, ...].

@@ -31,6 +31,7 @@ class Drive:
         repeated: the trace says that they are one frame T times over; a call looks whether they are.
         backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
             "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
+        matched: mode and k that its bias was corrected for, empty where it was not.
     """
 
     name: str
@@ -48,10 +49,16 @@ class Drive:
     seen: tuple[int, Sequence[int]] | None = None
     made: Counter[str] = field(default_factory=Counter)
     told: bool = False
+    matched: str = ""
     _cache: dict[Any, Sums] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_cache": {}, "made": Counter(self.made)}
+
+    @property
+    def fits(self) -> str:
+        """What a correction of its bias is fitted to."""
+        return f"{self.mode} k={self.k}"
 
     @property
     def frames(self) -> int:

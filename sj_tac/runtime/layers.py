@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import MatchedStatisticsWarning
 from sj_tac.host import layer
 from sj_tac.kernels import reference
 from sj_tac.kernels.weighted_norm import weighted_batch_norm
@@ -19,10 +17,8 @@ from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.entries import is_usable
 from sj_tac.runtime.expressions import Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups
+from sj_tac.runtime.matched import Matchable
 from sj_tac.runtime.values import Shared, Spikes, ordinary
-
-# In a state_dict's metadata, beside the version of a norm: what its statistics were matched for.
-MATCHED = "sj_tac.matched"
 
 
 @dataclass(eq=False)
@@ -80,7 +76,7 @@ class AffineModule(nn.Module):
         return x.like(mapped.reshape(*compact.shape[:2], *mapped.shape[1:]), x.folded)
 
 
-class _LearningNorm(nn.modules.batchnorm._BatchNorm):
+class _LearningNorm(Matchable, nn.modules.batchnorm._BatchNorm):
     """A BatchNorm that may be frozen, and that remembers whether it learnt from aggregated frames."""
 
     _tac: Norm
@@ -97,24 +93,10 @@ class _LearningNorm(nn.modules.batchnorm._BatchNorm):
         if self.training:
             self._tac.moved = self._tac.moved or self._tac.aggregated
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
-        if self._tac.matched and metadata is not None:
-            metadata[MATCHED] = self._tac.matched
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        norm, found = self._tac, local_metadata.get(MATCHED, "")
-        norm.moved, norm.matched = False, found
-        if found and found != norm.fits:
-            warnings.warn(
-                # Without the layer's name, so that Python tells it once.
-                f"running statistics of this checkpoint were matched for {found}, and loaded into layers at {norm.fits}; "
-                "sj_tac.match the net again, or load the source's checkpoint",
-                MatchedStatisticsWarning,
-                stacklevel=2,
-            )
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if prefix + self._corrected in state_dict:
+            self._tac.moved = False
 
 
 class NormModule(_LearningNorm):

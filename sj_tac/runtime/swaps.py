@@ -104,6 +104,8 @@ def absorb(module: nn.Module, role: Role) -> None:
     old = module.__dict__.get("_tac")
     if isinstance(role, Norm) and isinstance(old, Norm):
         role.frozen, role.moved = old.frozen, old.moved
+    if isinstance(role, (Norm, Drive)) and isinstance(old, (Norm, Drive)):
+        role.matched = old.matched
     static = AffineModule if isinstance(role, Affine) else swaps[source_class(module)]
     _become(module, _swapped_class(static, users_class(module)))
     module._tac = role  # type: ignore[assignment]

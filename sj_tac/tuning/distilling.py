@@ -14,7 +14,7 @@ from sj_tac import host
 from sj_tac.errors import BatchError
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.fitting import Places
-from sj_tac.tuning.measure import run, run_batch
+from sj_tac.tuning.measure import Decode, decoded, run_batch
 
 RATE = 0.01
 CHUNK = 16  # samples a step
@@ -30,6 +30,7 @@ def distil(
     *,
     steps: int,
     seed: int,
+    decode: Decode | None = None,
     tick: Callable[[str], None] = lambda what: None,
 ) -> None:
     """Move scale and shift of every norm towards the source's outputs, as running statistics, in place.
@@ -37,7 +38,7 @@ def distil(
     ``I' = exp(g) a (y - mu) + b + d`` per channel, for BatchNorm's ``I = a (y - mu) + b``; Adam on g and d, for the mean
     squared difference of the outputs over the variance of the source's. All weights stay as they are, BatchNorm's own, too.
 
-    Raises BatchError where the loss is not finite, or no gradient comes to any norm.
+    Raises BatchError where the loss is not finite, or no gradient comes to any norm, as under ``torch.no_grad``.
     """
     norms: dict[str, Any] = {name: converted.get_submodule(name) for name in places.norms}
     norms = {name: norm for name, norm in norms.items() if norm.weight is not None and norm.bias is not None}
@@ -45,7 +46,7 @@ def distil(
         return
     starts = range(0, batch.samples, CHUNK)
     chunks = [Batch(batch.frames[:, i : i + CHUNK], None, batch.batch_first) for i in starts]
-    wanted = _wanted(source, chunks, seed)
+    wanted = _wanted(source, chunks, decode, seed)
     spread = torch.cat(wanted).var().clamp_min(1e-12)
     moves = {name: (torch.zeros_like(norm.weight), torch.zeros_like(norm.bias)) for name, norm in norms.items()}
     first = {name: held(norm, ("weight", "bias")) for name, norm in norms.items()}
@@ -62,10 +63,13 @@ def distil(
             for step in range(steps):
                 number = step % len(chunks)
                 torch.manual_seed(seed + number)
-                got = _flat(run(converted, chunks[number].given))
+                got = _flat(run_batch(converted, chunks[number], number), chunks[number], decode)
                 loss = (got - wanted[number]).square().mean() / spread
-                if not torch.isfinite(loss):
-                    raise BatchError(f"distilling: the loss is {loss.item()} in step {step}")
+                if not torch.isfinite(loss) or not loss.requires_grad:
+                    what = "has no gradient" if torch.isfinite(loss) else f"is {loss.item()}"
+                    raise BatchError(
+                        f"distilling: the loss of {type(converted).__name__} {what} in step {step}; drop steps="
+                    )
                 learned = [p for norm in norms.values() for p in (norm.weight, norm.bias)]
                 grads = torch.autograd.grad(loss, learned, allow_unused=True)
                 _move(norms, moves, first, grads, optimizer)
@@ -80,19 +84,26 @@ def distil(
         _write(norm, *moves[name])
 
 
-def _wanted(source: nn.Module, chunks: list[Batch], seed: int) -> list[Tensor]:
+def _wanted(source: nn.Module, chunks: list[Batch], decode: Decode | None, seed: int) -> list[Tensor]:
     found = []
     with host.looked_at(source):
         for number, chunk in enumerate(chunks):
             torch.manual_seed(seed + number)
-            found.append(_flat(run_batch(source, chunk, number)))
+            found.append(_flat(run_batch(source, chunk, number), chunk, decode))
     return found
 
 
-def _flat(output: Any) -> Tensor:
-    """All numbers of an output that are differentiable, in one row; those of steps as their mean over time."""
-    parts = [x for x in tensors(output) if x.is_floating_point()]
-    return torch.cat([(x.float().mean(0) if x.dim() == 3 else x.float()).flatten() for x in parts])
+def _flat(output: Any, batch: Batch, decode: Decode | None) -> Tensor:
+    """Class scores in one row; or all numbers of another output that may have a gradient."""
+    try:
+        return decoded(output, batch, decode, "").float().flatten()
+    except BatchError:
+        if decode is not None:
+            raise
+    parts = [x.float().flatten() for x in tensors(output) if x.is_floating_point()]
+    if not parts:
+        raise BatchError("distilling: the output has no floating point numbers; drop steps=")
+    return torch.cat(parts)
 
 
 def _move(

@@ -24,6 +24,8 @@ from sj_tac.runtime.values import Frames, Shared
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.measure import run_batch
 
+AVG_POOLS = (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd)
+SKIPPED = "its drive is not that of one norm with no other reader, or comes as ordinary frames"
 # How far the standard deviation of a channel's drive may be stretched, and, as a logarithm, its gain.
 STRETCH, GAIN = (0.2, 5.0), 1.0
 HALVINGS = 8
@@ -38,8 +40,8 @@ class Places:
     """Where a converted net can be corrected: its swapped norms, and convolutions without one that have a bias.
 
     Attributes:
-        norms, convs: names. norm_of: the norm behind the convolution of that name. direct: convolutions whose drive goes
-            to one neuron alone, with nothing added. units: neurons that run fused.
+        norms, convs: names. norm_of: the norm behind the convolution of that name, where its drive goes to one neuron alone.
+        direct: convolutions with nothing but average pools between norm and neuron. units: neurons that run fused.
     """
 
     norms: tuple[str, ...]
@@ -52,16 +54,23 @@ class Places:
     def of(cls, converted: nn.Module, plan: Plan) -> Places:
         modules = dict(converted.named_modules())
         norms = [n for n, m in modules.items() if is_swapped(m) and isinstance(m._tac, Norm) and m.running_mean is not None]
-        norm_of, convs, direct = {}, [], set()
+        norm_of: dict[str, str] = {}
+        convs: list[str] = []
+        direct: set[str] = set()
+        seen: set[int] = set()  # biases: two convolutions may have one
         for name in plan.layout.drives:
             chain = plan.chains[name]
             assert isinstance(chain, Chain)
             inner = next((n for n in norms if n.startswith(f"{chain.site}.")), None) if chain.site != name else None
             norm = chain.norm or inner
-            direct |= {name} if chain.direct else set()
+            pooled = all(isinstance(modules[between], AVG_POOLS) for between in chain.between)
+            direct |= {name} if chain.direct and pooled else set()
             if norm in norms:
-                norm_of[name] = str(norm)
-            elif norm is None and chain.site == name and modules[name].bias is not None:
+                norm_of |= {name: str(norm)} if len(chain.neurons) == 1 and not chain.readout else {}
+            elif (
+                norm is None and chain.site == name and modules[name].bias is not None and id(modules[name].bias) not in seen
+            ):
+                seen.add(id(modules[name].bias))
                 convs.append(name)
         units = tuple(n for n, m in modules.items() if isinstance(m, UnitModule))
         return cls(tuple(norms), tuple(convs), norm_of, frozenset(direct), units)
@@ -83,7 +92,7 @@ class Aim:
 
     Attributes:
         moments: mean and standard deviation [C] of what a norm is given, or a convolution without a norm gives.
-        rates: spikes a step of every channel [C] of a neuron.
+        rates: spikes a step of every channel [C] of a neuron in step_mode "m", on ``SAMPLES`` of the samples.
     """
 
     moments: Mapping[str, tuple[Tensor, Tensor]]
@@ -103,7 +112,7 @@ class Aim:
             rates = _watch_rates(source, {})
             torch.manual_seed(seed)
             run_batch(source, batch, 0)
-        return cls(moments, rates)
+        return cls(moments, {name: rate for name, rate in rates.items() if rate is not None})
 
 
 def _watch_rates(net: nn.Module, gained: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -114,7 +123,7 @@ def _watch_rates(net: nn.Module, gained: Mapping[str, Tensor]) -> dict[str, Tens
             module.register_forward_pre_hook(
                 _noting(found, name, lambda module, args, name=name: gained.get(name, _unit_rate(module, args[0])))
             )
-        if host.is_neuron(module) or host.is_registered_neuron(module):
+        if (host.is_neuron(module) or host.is_registered_neuron(module)) and host.is_multi_step(module):
             # What a unit's pre-hook could not tell.
             module.register_forward_hook(
                 _noting(
@@ -141,7 +150,8 @@ def _moments(x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
     else:
         steps = host.is_multi_step(module) and not _folds(module)
         frames, lengths = x if steps else x[None], ()
-    dims = [d for d in range(1, frames.dim()) if d != 2]
+    channel = _channel(module, frames)
+    dims = [d for d in range(1, frames.dim()) if d != channel]
     var, mean = torch.var_mean(frames.float() if frames.dtype == torch.half else frames, dims, correction=0)
     var, mean = var.double(), mean.double()
     weights = torch.tensor(lengths or [1] * len(mean), dtype=torch.float64, device=mean.device)
@@ -150,12 +160,19 @@ def _moments(x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
     return whole, ((weights * (var + (mean - whole) ** 2)).sum(0)).sqrt()
 
 
+def _channel(module: nn.Module, frames: Tensor) -> int:
+    """The dimension of [T, N, ...] that a norm, a convolution's output or a Linear's features are counted in."""
+    return frames.dim() - 1 if isinstance(module, nn.Linear) else 2
+
+
 def _folds(module: nn.Module) -> bool:
     """True for one of torch's own modules, which take frames [T * N, ...]."""
     return not isinstance(module, host.StepModule)
 
 
-def _rate(spikes: Tensor) -> Tensor:
+def _rate(spikes: Any) -> Tensor | None:
+    if not isinstance(spikes, Tensor) or spikes.dim() < 3:
+        return None
     frames = spikes.expression.make() if isinstance(spikes, Frames) else spikes
     return frames.double().mean([d for d in range(frames.dim()) if d != 2])
 
@@ -169,7 +186,8 @@ def _unit_rate(unit: Any, x: Any) -> Tensor | None:
 
 def fired(unit: Any, expression: SharedExpression) -> Callable[[Tensor | None], Tensor]:
     """The rates [C] of a unit on drives, as a function of a gain [C] on what is not the residual, on the first samples."""
-    few = slice(None, SAMPLES)
+    # Spread over all of them: samples may be sorted by their class.
+    few = slice(None, None, -(-expression.compact.shape[1] // SAMPLES))
     compact, groups = expression.compact[:, few].contiguous(), expression.groups
     residual = None if expression.residual is None else expression.residual.make()[:, few].contiguous()
     steps = sum(groups.steps)
@@ -214,10 +232,12 @@ class Fit:
             if self.rates:
                 for name in self.places.units:
                     get(name).register_forward_pre_hook(_own(self._to_rates, name))
+                others = [name for name in self.aim.rates if name not in self.places.units]
+                self.skipped |= dict.fromkeys(others, "it runs its own steps")
             found = _watch_rates(self.converted, self.gained)
             torch.manual_seed(seed)
             run_batch(self.converted, batch, 0)
-        return found
+        return {name: rate for name, rate in found.items() if rate is not None}
 
     def _to_moments(self, name: str, norm: Any, args: tuple[Any, ...]) -> None:
         """``I' = a (y - m) s0 / s + a m0 + c``, for the source's moments m0, s0 and those here, m, s."""
@@ -236,8 +256,9 @@ class Fit:
         put(conv, {"bias": conv.bias + shift})
         if isinstance(out, Shared):
             compact = out.expression.mapped()
-            return out.like(compact + shift.view(-1, *[1] * (compact.dim() - 3)), out.folded)
-        return out + shift.view(-1, *[1] * (out.dim() - (2 if _folds(conv) else 3)))
+            return out.like(compact + shift.view(-1, *[1] * (compact.dim() - 1 - _channel(conv, compact))), out.folded)
+        frames = out[None] if _folds(conv) else out
+        return out + shift.view(-1, *[1] * (frames.dim() - 1 - _channel(conv, frames)))
 
     def _to_rates(self, name: str, unit: Any, args: tuple[Any, ...]) -> Any:
         """``I' = g I`` per channel, for the gain g that gives the channel the source's rate, found by bisection."""
@@ -247,14 +268,14 @@ class Fit:
         norm_name = self.places.norm_of.get(conv)
         # With no affine map noted a pool may stand between, but a sum could not be told from one drive.
         if norm_name is None or (x.expression.affine is None and not (x.is_bare and conv in self.places.direct)):
-            self.skipped[name] = "its drive is not that of one norm"
+            self.skipped[name] = SKIPPED
             return None
         norm: Any = self.converted.get_submodule(norm_name)
         scale, shift = (value.detach() for value in host.affine(norm, norm._tac._affine))
         expression: SharedExpression = x.expression
         noted = expression.affine
         if noted is not None and not (torch.equal(noted[0], scale) and torch.equal(noted[1], shift)):
-            self.skipped[name] = "its drive is not that of one norm"
+            self.skipped[name] = SKIPPED
             return None
         gain = self._gain(name, unit, expression)
         gain = torch.where(scale.double().abs() > 1e-12, gain, 1.0)

@@ -12,12 +12,13 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from rewrites.corrections import MATCH, Correction, take_back
+from rewrites.corrections import MATCH, RECALIBRATE, Correction, is_as_made, loaded_matched, take_back
 from rewrites.pipeline import Record, at_k_1, record_of
 from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError, ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import nearest
+from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.support.printing import Shown
@@ -66,7 +67,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rates:
-    """Spikes a step of one neuron, the mean over its channels, on the samples that were fitted."""
+    """Spikes a step of one neuron, the mean over its channels, on up to 16 of the samples that were fitted."""
 
     neuron: str
     source: float
@@ -148,7 +149,7 @@ class Matcher:
         self.source, self.decode, self.seed = at_k_1(converted), decode, seed
         self.fitted, self.rest = _halves(batches, samples)
         self.expected = _outputs(self.source, self.rest, decode, seed)
-        self.classifies = self.expected.dim() == 2
+        self.classifies = self.expected.dim() == 2 and self.expected.shape[1] > 1
         self.known: list[tuple[Places, Aim]] = []
 
     def aim(self, places: Places) -> Aim:
@@ -163,6 +164,7 @@ class Matcher:
         """Correct a net in place; ``steps`` of distilling come last. Raises BatchError; the net is then as it was."""
         begun = time.monotonic()
         record = record_of(converted, "match")
+        _refuse_others(converted, record)
         places = Places.of(converted, record.plan)
         aim = self.aim(places)
         with _all_or_nothing(converted, record, places):
@@ -178,7 +180,9 @@ class Matcher:
             best = _nearest(tried)
             put_all(converted, fits[best])
             if steps:
-                distil(converted, self.source, places, self.fitted, steps=steps, seed=self.seed, tick=tick)
+                distil(
+                    converted, self.source, places, self.fitted, steps=steps, seed=self.seed, decode=self.decode, tick=tick
+                )
                 fits[DISTILLED], tried[DISTILLED] = places.take(converted), self._compared(DISTILLED, converted)
                 rates[DISTILLED] = Fit(converted, places, aim, moments=False, rates=False)(self.fitted, self.seed)
                 skipped[DISTILLED], best = skipped[best], _nearest(tried)
@@ -188,8 +192,7 @@ class Matcher:
                 role: Any = converted.get_submodule(name)._tac
                 moved = isinstance(role, Norm) and role.moved
                 record.corrected[name] = Correction(MATCH, plain[name], fits[best][name], moved)
-                if isinstance(role, Norm):
-                    role.matched = role.fits
+                role.matched = role.fits
         made = Match(
             method=best,
             candidates=tuple(tried.values()),
@@ -206,7 +209,8 @@ class Matcher:
     def _compared(self, method: str, converted: nn.Module) -> Candidate:
         got = _outputs(converted, self.rest, self.decode, self.seed)
         if not self.classifies:
-            return Candidate(method, None, ((got - self.expected) ** 2).mean().item() / self.expected.var().item())
+            spread = self.expected.var(correction=0).item()
+            return Candidate(method, None, ((got - self.expected) ** 2).mean().item() / (spread or 1.0))
         logs = torch.log_softmax(self.expected, 1), torch.log_softmax(got, 1)
         kl = (logs[0].exp() * (logs[0] - logs[1])).sum(1).mean().item()
         alike = (got.argmax(1) == self.expected.argmax(1)).double().mean().item()
@@ -228,21 +232,43 @@ def usual(converted: nn.Module) -> tuple[str, ...]:
 def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Iterator[None]:
     """Put everything back that a fit writes, where it fails."""
     held, corrected = places.take(converted), dict(record.corrected)
-    noted = {name: (norm.moved, norm.matched) for name, norm in _norms(converted)}
+    noted = [(role, dict(vars(role))) for role in _roles(converted)]
     try:
         yield
     except BaseException:
         put_all(converted, held)
         record.corrected.clear()
         record.corrected.update(corrected)
-        for name, norm in _norms(converted):
-            norm.moved, norm.matched = noted[name]
+        for role, was in noted:
+            role.matched = was["matched"]
+            if isinstance(role, Norm):
+                role.moved = was["moved"]
         raise
 
 
-def _norms(converted: nn.Module) -> list[tuple[str, Norm]]:
-    roles = ((name, module.__dict__.get("_tac")) for name, module in converted.named_modules())
-    return [(name, role) for name, role in roles if isinstance(role, Norm)]
+def _roles(converted: nn.Module) -> list[Norm | Drive]:
+    roles = (module.__dict__.get("_tac") for module in converted.modules())
+    return [role for role in roles if isinstance(role, (Norm, Drive))]
+
+
+def _refuse_others(converted: nn.Module, record: Record) -> None:
+    """Raise ConversionError where what is there is not the source's own."""
+    recalibrated = [
+        name
+        for name, correction in record.corrected.items()
+        if correction.by == RECALIBRATE and is_as_made(converted.get_submodule(name), correction)
+    ]
+    if recalibrated:
+        raise ConversionError(
+            f"match: the statistics of {recalibrated} were re-estimated, and are not the source's; sj_tac.recalibrate(net, "
+            "undo=True) first"
+        )
+    loaded = loaded_matched(converted, record.corrected)
+    if loaded:
+        raise ConversionError(
+            f"match: values of {[*loaded]} came matched in a checkpoint, so that the source's are not known; load the "
+            "source's checkpoint first"
+        )
 
 
 def _halves(batches: Sequence[Batch], samples: int) -> tuple[Batch, list[Batch]]:
@@ -284,7 +310,10 @@ def _outputs(net: nn.Module, batches: Sequence[Batch], decode: Decode | None, se
         torch.manual_seed(seed)
         for number, batch in enumerate(batches):
             found += [x.double().flatten() for x in tensors(run_batch(net, batch, number))]
-    return torch.cat(found)
+    together = torch.cat(found) if found else torch.empty(0)
+    if not len(together) or not torch.isfinite(together).all():
+        raise BatchError(f"the output of {type(net).__name__} has no numbers, or is NaN or infinite; match compares outputs")
+    return together
 
 
 def _rates(source: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[Rates, ...]:
@@ -328,7 +357,8 @@ def match(
         What it did, a ``Match``; None where ``undo``.
 
     Raises:
-        ConversionError: not a converted model, or nothing to undo. PolicyError: method or samples. BatchError: batches that
+        ConversionError: not a converted model, one that was recalibrated or got matched values from a checkpoint, one that
+            cannot be copied, or nothing to undo. PolicyError: method, samples or steps. BatchError: batches that
             cannot be used, or that the model does not run on; nothing is then changed.
     """
     refuse_unknown("match", options, MatchOptions.__annotations__)
@@ -340,15 +370,15 @@ def match(
             raise ConversionError("match: there is nothing to undo; this model was not matched")
         unmatch(converted, record)
         return None
+    if method not in ("auto", *tuple(METHODS)[1:]):
+        raise PolicyError(f"match: method={method!r}; {nearest(str(method), ['auto', *tuple(METHODS)[1:]])}")
     methods = tuple(METHODS)[1:] if method == "auto" else (method,)
-    if method not in ("auto", *methods) or not set(methods) <= METHODS.keys() - {NONE}:
-        raise PolicyError(f"match: method={method!r}; {nearest(method, ['auto', *METHODS])}")
-    steps = options.get("steps", 0)
-    if steps < 0:
-        raise PolicyError(f"match: steps={steps} must be 0 or more, steps of distilling")
-    if options.get("samples", SAMPLES) < 1:
-        raise PolicyError(f"match: samples={options['samples']} must be at least 1, the samples that are fitted")
+    steps, samples = options.get("steps", 0), options.get("samples", SAMPLES)
+    if type(steps) is not int or steps < 0:
+        raise PolicyError(f"match: steps={steps!r} must be a whole number of at least 0, steps of distilling")
+    if type(samples) is not int or samples < 1:
+        raise PolicyError(f"match: samples={samples!r} must be a whole number of at least 1, the samples that are fitted")
     held = collect(batches, converted)
     with Bar("match", 1 + len(methods) + steps, options.get("progress", True)) as bar:
-        matcher = Matcher(converted, held, options.get("decode"), options.get("seed", 0), options.get("samples", SAMPLES))
+        matcher = Matcher(converted, held, options.get("decode"), options.get("seed", 0), samples)
         return matcher(converted, methods, bar.step, steps)

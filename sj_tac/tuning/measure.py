@@ -54,18 +54,24 @@ def scores(net: nn.Module, batches: Sequence[Batch], decode: Decode | None = Non
         torch.manual_seed(seed)
         for number, batch in enumerate(batches):
             where = described(batch, number)
-            score = _decoded(run_batch(net, batch, number), batch.samples, decode, where)
+            score = decoded(run_batch(net, batch, number), batch, decode, where)
             if not torch.isfinite(score).all():
                 raise BatchError(f"the output of {type(net).__name__} on {where} is NaN or infinite")
             found.append(score.double())
     return torch.cat(found)
 
 
-def _decoded(output: Any, samples: int, decode: Decode | None, where: str) -> Tensor:
+def decoded(output: Any, batch: Batch, decode: Decode | None, where: str) -> Tensor:
+    """Class scores [N, C] of an output. Raises BatchError where it needs a ``decode``."""
+    samples = batch.samples
     if decode is not None:
         output = decode(output)
-    elif isinstance(output, Tensor) and output.dim() == 3 and output.shape[1] == samples:
-        output = output.float().mean(0)
+    elif isinstance(output, Tensor) and output.dim() == 3:
+        # Where T is N, a net that takes [N, T, ...] is taken to give that, too.
+        if batch.batch_first and output.shape[:2] == (samples, batch.steps):
+            output = output.float().mean(1)
+        elif output.shape[1] == samples:
+            output = output.float().mean(0)
     if isinstance(output, Tensor) and output.dim() == 2 and output.shape[0] == samples:
         return output
     got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__

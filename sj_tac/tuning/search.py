@@ -261,6 +261,8 @@ def _unreachable(trials: Trials, tried: Sequence[Trial], goal: Goal, source: flo
 
 def _of_matching(trials: Trials, chosen: Trial | None) -> tuple[str, ...]:
     """What the user must do to have what was measured."""
+    if trials.unmatched:
+        return (trials.unmatched,)
     if trials.matcher is None or chosen is None or chosen.matched == NONE:
         return ()
     return (f"Measured as sj_tac.match(convert(model, policy), batches, method={chosen.matched!r}) leaves the net.",)

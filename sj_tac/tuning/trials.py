@@ -101,9 +101,7 @@ class Trials:
         self.reference = self.net(self.space.all(Choice("preserve", self.space.ks[0])))
         self.macs = {v.layer: v.macs_before or 0 for v in report(self.reference).verdicts}
         self.baseline = self._baseline()
-        enough = sum(batch.samples for batch in self.batches) > 1
-        how = self.score
-        self.matcher = Matcher(self.reference, self.batches, how.decode, how.seed) if self.match and enough else None
+        self.matcher, self.unmatched = self._matcher() if self.match else (None, "")
 
     def __call__(self, choices: Choices) -> Trial:
         """The trial of one candidate. Raises OutOfTime where it would have to be measured and time is up."""
@@ -124,6 +122,13 @@ class Trials:
         """The candidate converted, with MACs in its report. Raises PolicyError where a layer refuses."""
         example = self.batches[0].example()
         return convert_with(self.source, self.space.policy(choices), example_input=example, backend=self.backend)
+
+    def _matcher(self) -> tuple[Matcher | None, str]:
+        """What matches candidates; None, and why, where these batches do not allow it."""
+        try:
+            return Matcher(self.reference, self.batches, self.score.decode, self.score.seed), ""
+        except BatchError as error:
+            return None, f"Candidates were not matched: {error}"
 
     def _measure(self, choices: Choices, name: str) -> Trial:
         plain, uniform = described(choices), self.space.is_uniform(choices)
