@@ -87,6 +87,8 @@ class Affine:
     """
 
     def __init__(self, net: nn.Module, case: Case, x: Tensor, reached: Reached) -> None:
+        # What a run with gradients has left in some neuron cannot be copied.
+        run(net, x)
         self.net, self.x, self.reached, self.case = copy.deepcopy(net).double(), x.double(), reached, case
         self.nodes = building.neurons(self.net, case)
         self.held: dict[str, Tensor] = {}
