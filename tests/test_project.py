@@ -96,6 +96,13 @@ def test_no_module_has_the_name_of_a_public_function():
     assert not functions & {p.stem for p in ROOT.joinpath("sj_tac").iterdir()}
 
 
+def test_modules_that_tests_import_by_name_have_names_of_their_own():
+    """pytest puts every folder of tests on the path, beside examples: what comes first would hide the other."""
+    folders = [ROOT / "examples", *(p for p in ROOT.joinpath("tests").rglob("*") if p.is_dir()), ROOT / "tests"]
+    names = [path.stem for folder in folders for path in folder.glob("*.py") if path.stem not in ("conftest", "__init__")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_files_are_short():
     assert SOURCES
     assert {p.name: n for p in SOURCES if (n := len(p.read_text().splitlines())) > 400} == {}

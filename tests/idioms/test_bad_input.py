@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from idioms.nets import IMAGE, SIZE, N, Private, StaticLayers, T, Transformer, conv, lif
+from idioms.miniatures import IMAGE, SIZE, N, Private, StaticLayers, T, Transformer, conv, lif
 from idioms.test_idioms import BITS, CLOSE, convert, make, oracle, run, same
 from spikingjelly.activation_based import functional, layer
 from torch import nn

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from idioms.nets import SIZE, C, N, OwnNeuron, T, conv, lif
+from idioms.miniatures import SIZE, C, N, OwnNeuron, T, conv, lif
 from idioms.test_idioms import CLOSE
 from spikingjelly.activation_based import functional, layer
 from support import only_v2

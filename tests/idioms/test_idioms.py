@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from idioms.nets import IDIOMS, C, N, OwnNeuron, OwnNorm, T
+from idioms.miniatures import IDIOMS, C, N, OwnNeuron, OwnNorm, T
 from spikingjelly.activation_based import functional, neuron
 from torch import nn
 

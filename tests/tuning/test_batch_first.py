@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from idioms.nets import Transformer
+from idioms.miniatures import Transformer
 from idioms.test_idioms import make
 from support import frames
 
