@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ class Correction:
 
     by: str
     before: Mapping[str, Tensor]
-    after: Mapping[str, Tensor] = field(default_factory=dict)
-    moved: bool = False
+    after: Mapping[str, Tensor]
+    moved: bool
 
 
 RECALIBRATE, MATCH = "recalibrate", "match"
@@ -43,16 +43,20 @@ def put(module: Any, tensors: Mapping[str, Tensor]) -> None:
             getattr(module, name).copy_(value)
 
 
-def is_as_made(module: Any, correction: Correction) -> bool:
-    """True where nothing has moved what a correction made; a net that changed device or precision since has not."""
-    return all(
-        torch.equal(getattr(module, name), value.to(getattr(module, name))) for name, value in correction.after.items()
-    )
+def corrected_module(converted: nn.Module, name: str) -> Any:
+    """The module that was corrected; None where the user has put another in its place since."""
+    found = dict(converted.named_modules()).get(name)
+    return found if found is not None and "_tac" in found.__dict__ else None
 
 
-def is_loaded(module: Any, correction: Correction) -> bool:
-    """True where a checkpoint has taken the place of what ``match`` wrote."""
-    return correction.by == MATCH and not module._tac.matched
+def is_as_made(converted: nn.Module, name: str, correction: Correction) -> bool:
+    """True where nothing has moved what a correction made, in whatever dtype and on whatever device it now is."""
+    module = corrected_module(converted, name)
+    return module is not None and all(_are_equal(getattr(module, key), value) for key, value in correction.after.items())
+
+
+def _are_equal(now: Tensor, then: Tensor) -> bool:
+    return torch.equal(now, then.to(now))
 
 
 def loaded_matched(converted: nn.Module, corrected: Mapping[str, Correction]) -> dict[str, str]:
@@ -64,21 +68,23 @@ def loaded_matched(converted: nn.Module, corrected: Mapping[str, Correction]) ->
 def take_back(converted: nn.Module, corrected: dict[str, Correction], names: Iterable[str]) -> list[str]:
     """What these modules had before, in place; ``corrected`` notes them no longer. Returns those that had any.
 
-    What a checkpoint replaced stays. Statistics that training moved on stay. A bias that training moved on loses the shift.
+    What a checkpoint or another module replaced stays. Statistics that training moved on stay; a bias loses the shift.
     """
     done = []
     for name in list(names):
-        module: Any = converted.get_submodule(name)
-        correction, role = corrected.pop(name), module._tac
-        if not is_loaded(module, correction):
-            if is_as_made(module, correction):
-                put(module, correction.before)
-                if isinstance(role, Norm):
-                    role.moved = correction.moved
-                done.append(name)
-            elif "bias" in correction.before:
-                shift = correction.after["bias"] - correction.before["bias"]
-                put(module, {"bias": module.bias - shift.to(module.bias)})
-                done.append(name)
+        correction, module = corrected.pop(name), corrected_module(converted, name)
+        if module is None:
+            continue
+        role = module._tac
+        loaded = correction.by == MATCH and not role.matched
+        if not loaded and is_as_made(converted, name, correction):
+            put(module, correction.before)
+            if isinstance(role, Norm):
+                role.moved = correction.moved
+            done.append(name)
+        elif not loaded and "bias" in correction.before:
+            shift = correction.after["bias"] - correction.before["bias"]
+            put(module, {"bias": module.bias - shift.to(module.bias)})
+            done.append(name)
         role.matched = ""
     return done

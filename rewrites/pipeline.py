@@ -113,7 +113,7 @@ def report(converted: nn.Module) -> Report:
     found = report_on(record.plan, converted, record.title)
     notes = [*found.notes, *record.notes]
     corrections = ((n, c) for n, c in record.corrected.items() if c.by == MATCH)
-    if record.matched and all(is_as_made(converted.get_submodule(name), c) for name, c in corrections):
+    if record.matched and all(is_as_made(converted, name, c) for name, c in corrections):
         # What was seen before it was matched is told no more.
         notes = [*(note for note in notes if not note.startswith(AT_RISK)), record.matched]
     return replace(found, evidence=record.evidence, notes=tuple(notes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -85,8 +84,9 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
     for name, norm in norms.items():
         norm._tac.moved = True
         # What the source had, however often this is called.
-        first = record.corrected.get(name, Correction(RECALIBRATE, before[name], moved=moved[name]))
-        record.corrected[name] = replace(first, by=RECALIBRATE, after=held(norm, STATISTICS))
+        first = record.corrected.get(name)
+        had, was_moved = (before[name], moved[name]) if first is None else (first.before, first.moved)
+        record.corrected[name] = Correction(RECALIBRATE, had, held(norm, STATISTICS), was_moved)
     return list(norms)
 
 

@@ -22,8 +22,8 @@ from sj_tac.tuning.search import choose
 from sj_tac.verdicts import Report
 
 
-class Data(TypedDict, total=False):
-    """The user's own frames that ``convert`` may work with. See there."""
+class ConvertOptions(TypedDict, total=False):
+    """What ``convert`` takes by keyword of the user's own frames. See there."""
 
     calibration: Any
     match: Any
@@ -38,7 +38,7 @@ def convert(
     backend: str = "auto",
     fuse: bool = True,
     inplace: bool = False,
-    **data: Unpack[Data],
+    **options: Unpack[ConvertOptions],
 ) -> nn.Module:
     """A copy of ``model`` whose Conv -> BatchNorm -> LIF chains run one convolution for every ``k`` frames.
 
@@ -53,7 +53,7 @@ def convert(
         backend: "auto" (numba on the CPU, cupy on CUDA, else reference), or the name of a kernel that must run.
         fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
-        calibration (in ``data``, as what follows): for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames,
+        calibration (in ``options``, as what follows): for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames,
             labels). With labels at most a point of accuracy is lost on them; without, the predictions of 99 % stay. The
             net is matched by them, and its report carries the evidence.
         match: a few batches of frames, labels or none: ``sj_tac.match`` corrects the converted net by them.
@@ -66,8 +66,8 @@ def convert(
         or the converted net fails on ``example_input`` (then it names the first layer that differs). With "auto" also
         BatchError and SearchError: no policy is faster; with ``match`` BatchError. The model is then as it was.
     """
-    refuse_unknown("convert", data, Data.__annotations__)
-    calibration, batches = data.get("calibration"), data.get("match")
+    refuse_unknown("convert", options, ConvertOptions.__annotations__)
+    calibration, batches = options.get("calibration"), options.get("match")
     evidence, method = None, "auto"
     if isinstance(policy, str) and policy == "auto":
         if calibration is None:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.corrections import STATISTICS, held, put
+from rewrites.corrections import held, put
 from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError
 from sj_tac.tuning.batches import Batch
-from sj_tac.tuning.fitting import Places
-from sj_tac.tuning.measure import Decode, decoded, run_batch
+from sj_tac.tuning.fitting import Places, shift_and_scale
+from sj_tac.tuning.measure import Decode, decoded, described, run_batch
 
 RATE = 0.01
 CHUNK = 16  # samples a step
@@ -63,7 +63,7 @@ def distil(
             for step in range(steps):
                 number = step % len(chunks)
                 torch.manual_seed(seed + number)
-                got = _flat(run_batch(converted, chunks[number], number), chunks[number], decode)
+                got = _flat(converted, chunks[number], number, decode)
                 loss = (got - wanted[number]).square().mean() / spread
                 if not torch.isfinite(loss) or not loss.requires_grad:
                     what = "has no gradient" if torch.isfinite(loss) else f"is {loss.item()}"
@@ -81,7 +81,9 @@ def distil(
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
     for name, norm in norms.items():
-        _write(norm, *moves[name])
+        scale, shift = (x.double() for x in moves[name])
+        own = norm.weight.detach().double() / (norm.running_var.double() + norm.eps).sqrt()
+        shift_and_scale(norm, scale.exp(), own, shift)
 
 
 def _wanted(source: nn.Module, chunks: list[Batch], decode: Decode | None, seed: int) -> list[Tensor]:
@@ -89,14 +91,15 @@ def _wanted(source: nn.Module, chunks: list[Batch], decode: Decode | None, seed:
     with host.looked_at(source):
         for number, chunk in enumerate(chunks):
             torch.manual_seed(seed + number)
-            found.append(_flat(run_batch(source, chunk, number), chunk, decode))
+            found.append(_flat(source, chunk, number, decode))
     return found
 
 
-def _flat(output: Any, batch: Batch, decode: Decode | None) -> Tensor:
-    """Class scores in one row; or all numbers of another output that may have a gradient."""
+def _flat(net: nn.Module, batch: Batch, number: int, decode: Decode | None) -> Tensor:
+    """A net's class scores in one row; or all numbers of another output that may have a gradient."""
+    output = run_batch(net, batch, number)
     try:
-        return decoded(output, batch, decode, "").float().flatten()
+        return decoded(output, batch, decode, described(batch, number)).float().flatten()
     except BatchError:
         if decode is not None:
             raise
@@ -125,16 +128,3 @@ def _move(
         scale, shift = moves[name]
         scale.clamp_(-LIMIT, LIMIT)
         put(norm, {"weight": first[name]["weight"] * scale.exp(), "bias": first[name]["bias"] + shift})
-
-
-def _write(norm: Any, scale: Tensor, shift: Tensor) -> None:
-    """As running statistics: ``v' = (v + eps) / r^2 - eps, mu' = mu - d / (r a)`` for ``r = exp(g)``."""
-    now = {key: value.double() for key, value in held(norm, STATISTICS).items()}
-    own = norm.weight.detach().double() / (now["running_var"] + norm.eps).sqrt()
-    moved = own.abs() > 1e-12
-    ratio = torch.where(moved, scale.double().exp(), 1.0)
-    by = torch.where(moved, shift.double() / (ratio * torch.where(moved, own, 1.0)), 0.0)
-    put(
-        norm,
-        {"running_mean": now["running_mean"] - by, "running_var": (now["running_var"] + norm.eps) / ratio**2 - norm.eps},
-    )

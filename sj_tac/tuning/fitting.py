@@ -121,7 +121,11 @@ def _watch_rates(net: nn.Module, gained: Mapping[str, Tensor]) -> dict[str, Tens
     for name, module in net.named_modules():
         if isinstance(module, UnitModule):
             module.register_forward_pre_hook(
-                _noting(found, name, lambda module, args, name=name: gained.get(name, _unit_rate(module, args[0])))
+                _noting(
+                    found,
+                    name,
+                    lambda module, args, name=name: gained[name] if name in gained else _unit_rate(module, args[0]),
+                )
             )
         if (host.is_neuron(module) or host.is_registered_neuron(module)) and host.is_multi_step(module):
             # What a unit's pre-hook could not tell.
@@ -243,12 +247,10 @@ class Fit:
         """``I' = a (y - m) s0 / s + a m0 + c``, for the source's moments m0, s0 and those here, m, s."""
         mean, std = _moments(args[0], norm)
         aimed_mean, aimed_std = self.aim.moments[name]
-        now = {key: value.double() for key, value in held(norm, STATISTICS).items()}
-        usual = (now["running_var"] + norm.eps).sqrt()
+        center, usual = norm.running_mean.double(), (norm.running_var.double() + norm.eps).sqrt()
         usable = (std > SILENT * usual) & (aimed_std > SILENT * usual)
         ratio = torch.where(usable, (aimed_std / std.clamp_min(1e-30)).clamp(*STRETCH), 1.0)
-        moved = torch.where(usable, mean + (now["running_mean"] - aimed_mean) / ratio, now["running_mean"])
-        put(norm, {"running_mean": moved, "running_var": (now["running_var"] + norm.eps) / ratio**2 - norm.eps})
+        rescale(norm, ratio, torch.where(usable, mean + (center - aimed_mean) / ratio, center))
 
     def _to_mean(self, name: str, conv: Any, args: tuple[Any, ...], out: Any) -> Any:
         """A convolution without a norm can be shifted alone, by its bias."""
@@ -279,7 +281,9 @@ class Fit:
             return None
         gain = self._gain(name, unit, expression)
         gain = torch.where(scale.double().abs() > 1e-12, gain, 1.0)
-        self._write(norm, gain, scale.double(), shift.double())
+        # g (a y + c) = g a (y - mu) + b + d, for b = c + a mu and d = (g - 1) b.
+        above = shift.double() + scale.double() * norm.running_mean.double()
+        shift_and_scale(norm, gain, scale.double(), (gain - 1) * above)
         like = gain.to(scale.dtype)
         if noted is not None:
             scaled = SharedExpression(
@@ -307,18 +311,22 @@ class Fit:
         self.gained[name] = torch.where(nearer, after, before)
         return torch.where(nearer, found, torch.ones_like(found))
 
-    def _write(self, norm: Any, gain: Tensor, scale: Tensor, shift: Tensor) -> None:
-        """``a' = g a, c' = g c`` as running statistics: ``v' = (v + eps) / g^2 - eps, m' = m / g + c (1 - g) / (g a)``."""
-        now = {key: value.double() for key, value in held(norm, STATISTICS).items()}
-        safe = torch.where(scale.abs() > 1e-12, scale, 1.0)
-        mean = now["running_mean"] / gain + shift * (1 - gain) / (gain * safe)
-        put(
-            norm,
-            {
-                "running_mean": torch.where(gain == 1, now["running_mean"], mean),
-                "running_var": (now["running_var"] + norm.eps) / gain**2 - norm.eps,
-            },
-        )
+
+def rescale(norm: Any, ratio: Tensor, mean: Tensor) -> None:
+    """Running statistics of a scale that is ``ratio`` times the norm's, ``v' = (v + eps) / r^2 - eps``, and of this mean."""
+    var = norm.running_var.double()
+    put(norm, {"running_mean": mean, "running_var": torch.where(ratio == 1, var, (var + norm.eps) / ratio**2 - norm.eps)})
+
+
+def shift_and_scale(norm: Any, ratio: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """``I' = r a (y - mu) + b + d`` for a norm's ``I = a (y - mu) + b``, as running statistics: ``mu' = mu - d / (r a)``.
+
+    Channels whose scale a is 0 stay as they are: statistics cannot say it.
+    """
+    usable = scale.abs() > 1e-12
+    mean, safe = norm.running_mean.double(), torch.where(usable, scale, 1.0)
+    ratio = torch.where(usable, ratio, 1.0)
+    rescale(norm, ratio, torch.where(usable, mean - shift / (ratio * safe), mean))
 
 
 def _own(action: Callable[..., Any], name: str) -> Callable[..., Any]:

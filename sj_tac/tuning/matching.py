@@ -232,17 +232,17 @@ def usual(converted: nn.Module) -> tuple[str, ...]:
 def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Iterator[None]:
     """Put everything back that a fit writes, where it fails."""
     held, corrected = places.take(converted), dict(record.corrected)
-    noted = [(role, dict(vars(role))) for role in _roles(converted)]
+    noted = [(role, role.matched, isinstance(role, Norm) and role.moved) for role in _roles(converted)]
     try:
         yield
     except BaseException:
         put_all(converted, held)
         record.corrected.clear()
         record.corrected.update(corrected)
-        for role, was in noted:
-            role.matched = was["matched"]
+        for role, matched, moved in noted:
+            role.matched = matched
             if isinstance(role, Norm):
-                role.moved = was["moved"]
+                role.moved = moved
         raise
 
 
@@ -256,7 +256,7 @@ def _refuse_others(converted: nn.Module, record: Record) -> None:
     recalibrated = [
         name
         for name, correction in record.corrected.items()
-        if correction.by == RECALIBRATE and is_as_made(converted.get_submodule(name), correction)
+        if correction.by == RECALIBRATE and is_as_made(converted, name, correction)
     ]
     if recalibrated:
         raise ConversionError(

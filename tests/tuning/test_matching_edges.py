@@ -112,6 +112,20 @@ def test_recalibrated_and_matched_nets_are_told_apart():
     assert "matched by 'moments'" in str(sj_tac.report(fast).notes)
 
 
+@pytest.mark.parametrize("how", list(TAKEN_BACK))
+def test_a_module_that_the_user_replaced_stays_and_is_in_nobodys_way(how):
+    source = narrow()
+    fast = sj_tac.convert(source, "preserve", 4)
+    fitted(fast, "moments")
+    fast[4] = norm(6)
+    own = copy.deepcopy(fast[4].state_dict())
+    assert "matched by" not in str(sj_tac.report(fast).notes)
+    back = TAKEN_BACK[how](fast) if how == "restore" else (TAKEN_BACK[how](fast), fast)[1]
+    assert torch.equal(back[1].running_var, source[1].running_var)
+    assert torch.equal(back[7].running_var, source[7].running_var)
+    assert all(torch.equal(v, back[4].state_dict()[k]) for k, v in own.items())
+
+
 def test_a_net_that_changes_precision_is_restored():
     source = narrow()
     fast = sj_tac.convert(source, "preserve", 4)
