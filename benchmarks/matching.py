@@ -1,8 +1,10 @@
-"""What match and recalibrate bring back: python -m benchmarks.matching --cache FOLDER [--nmnist FILE] [--task IF ...]
+"""What match, recalibrate and fine-tuning bring back: python -m benchmarks.matching --cache FOLDER [--nmnist FILE]
 
 Every net is trained here, with three seeds, and kept in FOLDER. Of each conversion: agreement with the source and accuracy
 on samples that were neither trained on nor fitted, as it is ("plain"), recalibrated, and matched, with three draws of 32
 unlabeled calibration samples; on clean data, with half the events, and with noise, where both corrections see such data.
+One draw is distilled, too; and fine-tuned for an epoch with labels and BatchNorm frozen, from the plain net and from the
+matched one. "source, 1 % fewer events" is the source on other frames: how far its own answers are from certain.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import copy
 import json
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.measure import accuracy, scores
 
 POLICIES = {f"{mode} {k}": (mode, k) for mode, k in (("preserve", 2), ("preserve", 4), ("preserve", 8), ("collapse", 4))}
-SAMPLES, DRAWS, BATCH = 32, 3, 100
+SAMPLES, DRAWS, BATCH, STEPS = 32, 3, 100, 60
+# What is fine-tuned, which needs labels: at these policies, on clean data.
+TUNED, TUNING_RATE = ("preserve 4", "preserve 8"), 3e-4
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ def trained(name: str, task: Task, seed: int, options: Namespace) -> Trained:
     return Trained(sj_tac.restore(fast).eval(), train, test)
 
 
+def fewer(frames: Tensor, seed: int) -> Tensor:
+    """Without one event in a hundred."""
+    return torch.binomial(frames, torch.full_like(frames, 0.99), generator=torch.Generator().manual_seed(300 + seed))
+
+
 def batches(frames: Tensor) -> list[Batch]:
     return [Batch(part) for part in frames.split(BATCH, 1)]
 
@@ -76,7 +84,14 @@ class Judge:
         object.__setattr__(self, "expected", scores(self.source, batches(self.frames)).argmax(1))
 
     def __call__(self, net: nn.Module) -> dict[str, float]:
-        got, expected = scores(net, batches(self.frames)).argmax(1), self.expected  # type: ignore[attr-defined]
+        return self._figures(scores(net, batches(self.frames)).argmax(1))
+
+    def of(self, frames: Tensor) -> dict[str, float]:
+        """The source itself, on other frames of the same samples."""
+        return self._figures(scores(self.source, batches(frames)).argmax(1))
+
+    def _figures(self, got: Tensor) -> dict[str, float]:
+        expected = self.expected  # type: ignore[attr-defined]
         named = {"agreement": (got, expected), "accuracy": (got, self.labels), "source": (expected, self.labels)}
         return {name: accuracy(*pair) for name, pair in named.items()}
 
@@ -88,22 +103,40 @@ def rows(name: str, task: Task, seed: int, options: Namespace) -> Iterator[dict[
         judge = Judge(found.net, change(found.test[0], 100 + seed), found.test[1])
         for policy, (mode, k) in POLICIES.items():
             where = {"task": name, "seed": seed, "shift": shift, "policy": policy}
+            if policy == next(iter(POLICIES)):
+                yield where | {"policy": "k=1", "method": "source, 1 % fewer events"} | judge.of(fewer(judge.frames, seed))
             plain = sj_tac.convert(found.net, mode, k)
             yield where | {"method": "plain"} | judge(plain)
+            matched = plain
             for draw in range(DRAWS):
                 generator = torch.Generator().manual_seed(1000 * seed + draw)
                 chosen = torch.randperm(found.train[0].shape[1], generator=generator)[:SAMPLES]
                 calibration = change(found.train[0][:, chosen], 200 + draw)
-                net = copy.deepcopy(plain)
-                sj_tac.recalibrate(net, calibration)
-                yield where | {"method": "recalibrate", "draw": draw} | judge(net)
-                for method in options.methods:
-                    net = copy.deepcopy(plain)
-                    begun = time.perf_counter()
-                    matched = sj_tac.match(net, calibration, method=method, progress=False)
-                    assert matched is not None
-                    more = {"method": "match" if method == "auto" else method, "draw": draw, "kept": matched.method}
-                    yield where | more | {"seconds": time.perf_counter() - begun} | judge(net)
+                for made, net in corrected(plain, calibration, options.methods, steps=0 if draw else STEPS):
+                    yield where | {"draw": draw} | made | judge(net)
+                    matched = net if made["method"] == "match" and not draw else matched
+            if shift == "clean" and policy in TUNED:
+                recipe = training.Recipe(1, 32, TUNING_RATE, "rate", seed, freeze_norms=True)
+                for start, net in (("plain", plain), ("matched", matched)):
+                    tuned = copy.deepcopy(net)
+                    history = training.fit(tuned, Frames(*found.train, 2), recipe)
+                    yield where | {"method": f"fine-tuned, from {start}", "seconds": history.seconds} | judge(tuned)
+
+
+def corrected(
+    plain: nn.Module, calibration: Tensor, methods: list[str], steps: int
+) -> Iterator[tuple[dict[str, Any], nn.Module]]:
+    """A converted net under every correction, and what was done; ``steps``: of distilling, 0 for none."""
+    net = copy.deepcopy(plain)
+    sj_tac.recalibrate(net, calibration)
+    yield {"method": "recalibrate"}, net
+    asked = [(method, 0) for method in methods] + ([("auto", steps)] if steps else [])
+    for method, count in asked:
+        net = copy.deepcopy(plain)
+        matched = sj_tac.match(net, calibration, method=method, steps=count, progress=False)
+        assert matched is not None
+        name = f"match, {count} steps" if count else "match" if method == "auto" else method
+        yield {"method": name, "kept": matched.method, "seconds": matched.seconds}, net
 
 
 def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,9 +171,12 @@ def main() -> None:
     console, found = Console(width=125), []
     for name in options.task or TASKS:
         for seed in options.seeds:
-            found += list(rows(name, TASKS[name], seed, options))
-            content = {"kind": "matching", "machine": machine.describe(), "summary": summary(found), "rows": found}
-            write_text(out, json.dumps(content, indent=1) + "\n")
+            kept = (
+                options.cache / f"matching-{name}-{seed}-{'-'.join(options.methods)}{'-quick' if options.quick else ''}.json"
+            )
+            if not kept.exists():
+                write_text(kept, json.dumps(list(rows(name, TASKS[name], seed, options))))
+            found += json.loads(kept.read_text())
         for entry in summary(found):
             if entry["task"] == name:
                 agreement, accurate, source = (entry[key] for key in ("agreement", "accuracy", "source"))
@@ -148,6 +184,8 @@ def main() -> None:
                     f"{name} {entry['shift']:6} {entry['policy']:11} {entry['method']:12} agreement {agreement[0]:5.1f} "
                     f"+-{agreement[1]:4.1f} accuracy {accurate[0]:5.1f} of {source[0]:5.1f} {entry['kept']}"
                 )
+    content = {"kind": "matching", "machine": machine.describe(), "summary": summary(found), "rows": found}
+    write_text(out, json.dumps(content, indent=1) + "\n")
     console.print(f"Written: {out}")
 
 

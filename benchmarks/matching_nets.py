@@ -63,10 +63,11 @@ class Block(nn.Module):
 
 
 def sew(classes: int = 11) -> nn.Module:
-    """A small SEW ResNet: stem, four blocks, mean over space, Linear."""
-    blocks = [Block(32, 32, 1), Block(32, 48, 2), Block(48, 48, 1), Block(48, 64, 2)]
+    """A small SEW ResNet: stem and pool, four blocks, mean over space, Linear."""
+    stem = [*_conv(2, 16, _lif()), layer.MaxPool2d(2, 2)]
+    blocks = [Block(16, 24, 2), Block(24, 24, 1), Block(24, 48, 2), Block(48, 48, 1)]
     pool = layer.AdaptiveAvgPool2d((1, 1))
-    return _multi_step(nn.Sequential(*_conv(2, 32, _lif()), *blocks, pool, layer.Flatten(), layer.Linear(64, classes)))
+    return _multi_step(nn.Sequential(*stem, *blocks, pool, layer.Flatten(), layer.Linear(48, classes)))
 
 
 def _multi_step(net: nn.Module) -> nn.Module:
@@ -88,14 +89,14 @@ class Task:
 TASKS = {
     "IF": Task(
         "6 convolutions, IF with hard reset, generated gestures",
-        lambda: plain((24, 24, "M", 48, 48, "M", 64, 64, "M"), _if), "gestures", 12,
+        lambda: plain((16, "M", 24, 24, "M", 32, 32, "M", 48), _if), "gestures", 12,
     ),
-    "LIF": Task("4 convolutions, LIF, generated gestures", lambda: nets.GestureNet(11, 32, 4, 32), "gestures", 12),
+    "LIF": Task("4 convolutions, LIF, generated gestures", lambda: nets.GestureNet(11, 24, 4, 32), "gestures", 12),
     "PLIF": Task("3 convolutions, PLIF, N-MNIST", nets.EventNet, "nmnist", 16),
     "SEW": Task("SEW ResNet of 11 convolutions, LIF, generated gestures", sew, "gestures", 12),
     "VGG": Task(
         "VGG of 8 convolutions, LIF with soft reset, generated gestures",
-        lambda: plain((24, 24, "M", 48, 48, "M", 64, 64, "M", 64, 64), lambda: _lif(v_reset=None)), "gestures", 12,
+        lambda: plain((16, "M", 24, 24, "M", 32, 32, "M", 48, 48, 48), lambda: _lif(v_reset=None)), "gestures", 12,
     ),
 }  # fmt: skip
 
@@ -103,7 +104,7 @@ TASKS = {
 def split(data: str, archive: Path | None, cache: Path, quick: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Frames [T, N, 2, H, W] and labels [N] to train on, and others. Raises DataError."""
     if data == "gestures":
-        counts = (220, 110) if quick else (2200, 1100)
+        counts = (220, 110) if quick else (1650, 550)
         pairs = [gestures.generate(count, T, 32, seed, cache) for count, seed in zip(counts, (5, 6), strict=True)]
         return tuple((frames.float(), labels) for frames, labels in pairs)  # type: ignore[return-value]
     frames, labels = datasets.event_frames(datasets.read_recordings(archive or datasets.SHIPPED_EVENTS), T)

@@ -234,6 +234,31 @@ def shares(count: int, recipe: Recipe, epoch: int, workers: Workers) -> list[Ten
     return [rows[workers.rank :: workers.count] for rows in batches if len(rows)]
 
 
+def epochs(
+    net: nn.Module,
+    data: Data,
+    recipe: Recipe,
+    folder: Path | None = None,
+    *,
+    workers: Workers | None = None,
+    loss: Loss | None = None,
+    save_every: float = 60.0,
+    shown: Callable[[int], None] = lambda step: None,
+) -> Iterator[History]:
+    """``fit``, an epoch at a time: gives what is done so far, at first and after every epoch it trained."""
+    workers = workers or Workers()
+    loss = loss or LOSSES[recipe.loss]
+    run = _Run(net.to(workers.device), recipe, folder, workers, len(shares(len(data), recipe, 0, workers)))
+    run.resume()
+    wrapped = DistributedDataParallel(net) if workers.count > 1 else net
+    yield run.history
+    while run.history.epoch < recipe.epochs:
+        _training_mode(net, recipe.freeze_norms)
+        _epoch(run, wrapped, data, loss, save_every, shown)
+        yield run.history
+    net.eval()
+
+
 def fit(
     net: nn.Module,
     data: Data,
@@ -256,23 +281,21 @@ def fit(
         RunError: the folder holds another run or a damaged checkpoint; or the loss is no longer finite.
     """
     workers = workers or Workers()
-    loss = loss or LOSSES[recipe.loss]
-    per_epoch = len(shares(len(data), recipe, 0, workers))
-    run = _Run(net.to(workers.device), recipe, folder, workers, per_epoch)
-    run.resume()
-    wrapped = DistributedDataParallel(net) if workers.count > 1 else net
     writer = _summary_writer(folder) if tensorboard and workers.rank == 0 and folder else None
-    shown = workers.rank == 0 and sys.stderr.isatty()
-    with Progress(transient=True, disable=not shown) as progress, contextlib.closing(writer or contextlib.ExitStack()):
-        bar = progress.add_task(folder.name if folder else "training", total=recipe.epochs * per_epoch)
-        while run.history.epoch < recipe.epochs:
-            _training_mode(net, recipe.freeze_norms)
-            _epoch(run, wrapped, data, loss, save_every, lambda done: progress.update(bar, completed=done))
-            if writer is not None:
-                for name, value in run.history.rows[-1].items():
-                    writer.add_scalar(name, value, run.history.epoch)
-    net.eval()
-    return run.history
+    visible = workers.rank == 0 and sys.stderr.isatty()
+    history = History()
+    with Progress(transient=True, disable=not visible) as progress, contextlib.closing(writer or contextlib.ExitStack()):
+        total = recipe.epochs * len(shares(len(data), recipe, 0, workers))
+        bar = progress.add_task(folder.name if folder else "training", total=total)
+        trained = epochs(
+            net, data, recipe, folder, workers=workers, loss=loss, save_every=save_every,
+            shown=lambda done: progress.update(bar, completed=done),
+        )  # fmt: skip
+        for number, history in enumerate(trained):
+            if writer is not None and number:
+                for name, value in history.rows[-1].items():
+                    writer.add_scalar(name, value, history.epoch)
+    return history
 
 
 def _training_mode(net: nn.Module, freeze_norms: bool) -> None:

@@ -16,7 +16,8 @@ from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.fitting import Places, shift_and_scale
 from sj_tac.tuning.measure import Decode, decoded, described, run_batch
 
-RATE = 0.01
+# Three times as much overfits 16 samples: outputs come nearer there, and farther on others.
+RATE = 0.003
 CHUNK = 16  # samples a step
 # How far a scale may go, as a logarithm.
 LIMIT = 1.5

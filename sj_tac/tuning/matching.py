@@ -10,11 +10,10 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from rewrites.corrections import MATCH, RECALIBRATE, Correction, is_as_made, loaded_matched, take_back
 from rewrites.pipeline import Record, at_k_1, record_of
-from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError, ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import nearest
@@ -23,9 +22,10 @@ from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
+from sj_tac.tuning.comparing import Candidate, Comparison, Rates
 from sj_tac.tuning.distilling import distil
 from sj_tac.tuning.fitting import Aim, Fit, Places, put_all
-from sj_tac.tuning.measure import Decode, run_batch, scores
+from sj_tac.tuning.measure import Decode
 from sj_tac.tuning.progress import Bar
 
 NONE, DISTILLED = "none", "distilled"
@@ -42,37 +42,6 @@ class MatchOptions(TypedDict, total=False):
     decode: Decode | None
     seed: int
     progress: bool
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One method on the samples that were held out.
-
-    Attributes:
-        agreement: share of the source's predictions that the net shares; None where its output is no class scores.
-        distance: KL divergence of the outputs from the source's, in nats; else the mean squared difference, over the
-            variance of the source's.
-    """
-
-    method: str
-    agreement: float | None
-    distance: float
-
-    @property
-    def words(self) -> str:
-        if self.agreement is None:
-            return f"squared difference {self.distance:.3g}"
-        return f"agreement {100 * self.agreement:.1f} %, KL {self.distance:.3g}"
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Spikes a step of one neuron, the mean over its channels, on up to 16 of the samples that were fitted."""
-
-    neuron: str
-    source: float
-    before: float
-    after: float
 
 
 @dataclass(frozen=True)
@@ -147,17 +116,16 @@ class Matcher:
         samples: int = SAMPLES,
     ) -> None:
         self.source, self.decode, self.seed = at_k_1(converted), decode, seed
-        self.fitted, self.rest = _halves(batches, samples)
-        self.expected = _outputs(self.source, self.rest, decode, seed)
-        self.classifies = self.expected.dim() == 2 and self.expected.shape[1] > 1
-        self.known: list[tuple[Places, Aim]] = []
+        self.fitted, rest = _halves(batches, samples)
+        self.compared = Comparison(self.source, rest, decode, seed)
+        self.known: list[tuple[tuple[Places, bool], Aim]] = []
 
-    def aim(self, places: Places) -> Aim:
-        """What the source does where nets are corrected."""
-        found = next((aim for known, aim in self.known if known == places), None)
+    def aim(self, places: Places, rates: bool) -> Aim:
+        """What the source does where nets are corrected; ``rates``: of neurons, too."""
+        found = next((aim for known, aim in self.known if known == (places, rates)), None)
         if found is None:
-            found = Aim.of(self.source, places, self.fitted, self.seed)
-            self.known.append((places, found))
+            found = Aim.of(self.source, places, self.fitted, self.seed, rates=rates)
+            self.known.append(((places, rates), found))
         return found
 
     def __call__(self, converted: nn.Module, methods: Sequence[str], tick: Any = lambda what: None, steps: int = 0) -> Match:
@@ -166,16 +134,20 @@ class Matcher:
         record = record_of(converted, "match")
         _refuse_others(converted, record)
         places = Places.of(converted, record.plan)
-        aim = self.aim(places)
+        aim = self.aim(places, rates=any(METHODS[method][1] for method in methods))
         with _all_or_nothing(converted, record, places):
             take_back(converted, record.corrected, [*record.corrected])
             plain = places.take(converted)
-            rates, skipped, fits, tried = {}, {}, {}, {}
-            for method in (NONE, *methods):
+            skipped: dict[str, Mapping[str, str]] = {NONE: {}}
+            fits = {NONE: plain}
+            tried = {NONE: self.compared(NONE, converted)}
+            tick(NONE)
+            for method in methods:
                 put_all(converted, plain)
                 fit = Fit(converted, places, aim, moments=METHODS[method][0], rates=METHODS[method][1])
-                rates[method], skipped[method] = fit(self.fitted, self.seed), fit.skipped
-                fits[method], tried[method] = places.take(converted), self._compared(method, converted)
+                fit(self.fitted, self.seed)
+                fits[method], skipped[method] = places.take(converted), fit.skipped
+                tried[method] = self.compared(method, converted)
                 tick(method)
             best = _nearest(tried)
             put_all(converted, fits[best])
@@ -183,8 +155,7 @@ class Matcher:
                 distil(
                     converted, self.source, places, self.fitted, steps=steps, seed=self.seed, decode=self.decode, tick=tick
                 )
-                fits[DISTILLED], tried[DISTILLED] = places.take(converted), self._compared(DISTILLED, converted)
-                rates[DISTILLED] = Fit(converted, places, aim, moments=False, rates=False)(self.fitted, self.seed)
+                fits[DISTILLED], tried[DISTILLED] = places.take(converted), self.compared(DISTILLED, converted)
                 skipped[DISTILLED], best = skipped[best], _nearest(tried)
                 put_all(converted, fits[best])
         for name in plain:
@@ -195,30 +166,20 @@ class Matcher:
                 role.matched = role.fits
         made = Match(
             method=best,
-            candidates=tuple(tried.values()),
-            layers=_rates(aim.rates, rates[NONE], rates[best]),
+            candidates=tuple(candidate for candidate, _ in tried.values()),
+            layers=self.compared.rates_of(tried[NONE][1], tried[best][1]),
             corrected=tuple(record.corrected),
             skipped=skipped[best],
             fitted=self.fitted.samples,
-            held_out=sum(batch.samples for batch in self.rest),
+            held_out=self.compared.samples,
             seconds=time.monotonic() - begun,
         )
         record.matched = made.sentence
         return made
 
-    def _compared(self, method: str, converted: nn.Module) -> Candidate:
-        got = _outputs(converted, self.rest, self.decode, self.seed)
-        if not self.classifies:
-            spread = self.expected.var(correction=0).item()
-            return Candidate(method, None, ((got - self.expected) ** 2).mean().item() / (spread or 1.0))
-        logs = torch.log_softmax(self.expected, 1), torch.log_softmax(got, 1)
-        kl = (logs[0].exp() * (logs[0] - logs[1])).sum(1).mean().item()
-        alike = (got.argmax(1) == self.expected.argmax(1)).double().mean().item()
-        return Candidate(method, alike, max(0.0, kl))
 
-
-def _nearest(tried: Mapping[str, Candidate]) -> str:
-    return min(tried.values(), key=lambda c: (c.distance, c.method != NONE)).method
+def _nearest(tried: Mapping[str, tuple[Candidate, Any]]) -> str:
+    return min((c for c, _ in tried.values()), key=lambda c: (c.distance, c.method != NONE)).method
 
 
 def usual(converted: nn.Module) -> tuple[str, ...]:
@@ -296,29 +257,6 @@ def _halves(batches: Sequence[Batch], samples: int) -> tuple[Batch, list[Batch]]
         kept += [Batch(batch.frames[:, :left], None, batch.batch_first)] if left > 0 else []
         left -= batch.samples
     return Batch(torch.cat(parts, 1)[:, :samples], None, first.batch_first), kept
-
-
-def _outputs(net: nn.Module, batches: Sequence[Batch], decode: Decode | None, seed: int) -> Tensor:
-    """Class scores [N, C], or where the output is something else, all of it as one row of numbers."""
-    try:
-        return scores(net, batches, decode, seed)
-    except BatchError:
-        if decode is not None:
-            raise
-    found = []
-    with host.looked_at(net):
-        torch.manual_seed(seed)
-        for number, batch in enumerate(batches):
-            found += [x.double().flatten() for x in tensors(run_batch(net, batch, number))]
-    together = torch.cat(found) if found else torch.empty(0)
-    if not len(together) or not torch.isfinite(together).all():
-        raise BatchError(f"the output of {type(net).__name__} has no numbers, or is NaN or infinite; match compares outputs")
-    return together
-
-
-def _rates(source: Mapping[str, Tensor], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> tuple[Rates, ...]:
-    named = [name for name in source if name in before and name in after]
-    return tuple(Rates(name, *(float(x[name].mean()) for x in (source, before, after))) for name in named)
 
 
 def unmatch(converted: nn.Module, record: Record) -> None:

@@ -49,6 +49,9 @@ def test_rates_are_those_of_the_source_in_every_channel(kind):
         assert ((got[name] - expected[name]).abs() < 0.02).float().mean() > 0.6
     assert apart[True] < 0.35 * apart[False]
     assert not done.skipped
+    # The report is of the others.
+    nets = source, shared(source, K, beta), shared(with_statistics_of(source, fast), K, beta)
+    expected, plain, got = (watched(net, x[:, 1::2]) for net in nets)
     for row in done.layers:
         assert row.source == pytest.approx(float(expected[row.neuron].mean()), abs=1e-9)
         assert row.before == pytest.approx(float(plain[row.neuron].mean()), abs=1e-6)
@@ -194,7 +197,8 @@ def test_folded_batch_first_nets(method):
         assert all((got[n] - expected[n]).abs().max() < 0.02 for n in ("lif", "out"))
     else:
         rows = {row.neuron: row for row in done.layers}
-        assert rows["lif"].after == pytest.approx(float(got["lif"].mean()), abs=1e-6)
+        others = watched(unfused, x[1::2].double())
+        assert rows["lif"].after == pytest.approx(float(others["lif"].mean()), abs=1e-6)
     assert same_state(sj_tac.restore(fast), source)
 
 
