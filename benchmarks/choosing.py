@@ -80,11 +80,12 @@ def events(archive: Path | None) -> Task:
 
 
 def gesture(checkpoint: Path) -> Task:
-    net = nets.GestureNet(11, 32, 4, 32).eval().to(memory_format=torch.channels_last)
-    net.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True)["net"])
-    pairs = [gestures.generate(count, 16, 32, seed) for count, seed in ((3300, 3), (2200, 2))]
+    weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["net"]
+    net = nets.GestureNet(11, len(weights["features.0.weight"]), 4, 32).eval().to(memory_format=torch.channels_last)
+    net.load_state_dict(weights)
+    pairs = [gestures.generate(count, 16, 32, seed) for count, seed in ((1100, 3), (1100, 2))]
     calibration, test = ((frames.float(), labels) for frames, labels in pairs)
-    about = "calibrated on 3,300 generated gestures, judged by 2,200 others, none of them seen in training"
+    about = "calibrated on 1,100 generated gestures, judged by 1,100 others, none of them seen in training"
     return Task("GestureNet", net, calibration, test, 20, about)
 
 

@@ -101,10 +101,12 @@ TASKS = {
 }  # fmt: skip
 
 
-def split(data: str, archive: Path | None, cache: Path, quick: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Frames [T, N, 2, H, W] and labels [N] to train on, and others. Raises DataError."""
+def split(
+    data: str, archive: Path | None, cache: Path, quick: bool, tested: int = 550
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Frames [T, N, 2, H, W] and labels [N] to train on, and others (``tested`` gestures). Raises DataError."""
     if data == "gestures":
-        counts = (220, 110) if quick else (1650, 550)
+        counts = (220, 110) if quick else (1650, tested)
         pairs = [gestures.generate(count, T, 32, seed, cache) for count, seed in zip(counts, (5, 6), strict=True)]
         return tuple((frames.float(), labels) for frames, labels in pairs)  # type: ignore[return-value]
     frames, labels = datasets.event_frames(datasets.read_recordings(archive or datasets.SHIPPED_EVENTS), T)

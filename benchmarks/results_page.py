@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, made from what benchmarks/results holds: python -m benchmarks.results_page
+"""The tables of docs/results.md and docs/accuracy.md, made from benchmarks/results: python -m benchmarks.results_page
 
 Between ``<!-- table NAME: FILE -->`` and ``<!-- end -->`` everything is generated; the words around it are not.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.measure import RESULTS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = DOCS / "results.md", DOCS / "accuracy.md"
 BLOCK = re.compile(r"<!-- table (\w+): ([\w.-]+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 SEPARATE = "T separate calls (the paper's baseline)"
 
@@ -135,6 +136,85 @@ def recalibrating(content: dict[str, Any]) -> str:
     return _rows(["accuracy %, source's statistics -> re-estimated", *names], rows)
 
 
+CORRECTIONS = ("plain", "recalibrate", "match", "match, 60 steps")
+
+
+def _mean(pair: list[float]) -> str:
+    return f"{pair[0]:.1f} ± {pair[1]:.1f}"
+
+
+def _matched(content: dict[str, Any], head: list[str], cell: Callable[[dict[str, Any]], str]) -> str:
+    """A table of net and policy by correction, for every shift."""
+    entries = {(e["task"], e["shift"], e["policy"], e["method"]): e for e in content["summary"]}
+    tasks, shifts, policies = (list(dict.fromkeys(key[i] for key in entries)) for i in range(3))
+    rows = []
+    for task in tasks:
+        for policy in policies:
+            for shift in shifts:
+                found = [entries.get((task, shift, policy, method)) for method in CORRECTIONS]
+                if found[0] is not None:
+                    rows.append([task, policy, shift, *(cell(e) if e else "" for e in found)])
+    return _rows(["net", "policy", "frames", *head], rows)
+
+
+def agreement(content: dict[str, Any]) -> str:
+    """How many of the source's predictions every correction keeps."""
+    floors = [
+        f"{e['task']} {e['shift']} {e['agreement'][0]:.1f}" for e in content["summary"] if e["method"].startswith("source")
+    ]
+    about = (
+        f"Agreement with the source in %, mean ± standard deviation over seeds and draws. {_where(content['machine'])}. "
+        f"For comparison the source itself on frames that lack 1 % of their events: {'; '.join(floors)}.\n\n"
+    )
+    return about + _matched(content, list(CORRECTIONS), lambda e: _mean(e["agreement"]))
+
+
+def losses(content: dict[str, Any]) -> str:
+    """Points of accuracy that are lost; negative: gained."""
+    about = (
+        "Points of accuracy lost against the source on the same frames, mean over seeds and draws; negative is a gain.\n\n"
+    )
+    return about + _matched(content, list(CORRECTIONS), lambda e: f"{e['source'][0] - e['accuracy'][0]:.1f}")
+
+
+def tuned(content: dict[str, Any]) -> str:
+    """An epoch of fine-tuning beside matching alone."""
+    entries = {(e["task"], e["policy"], e["method"]): e for e in content["summary"] if e["shift"] == "clean"}
+    methods = ("plain", "match", "fine-tuned, from plain", "fine-tuned, from matched")
+    rows = []
+    for task, policy, method in entries:
+        if method == methods[2]:
+            found = [entries[task, policy, m] for m in methods]
+            rows.append([task, policy, f"{found[0]['source'][0]:.1f}", *(_mean(e["accuracy"]) for e in found)])
+    return _rows(["net", "policy", "source", *methods], rows)
+
+
+def schedule(content: dict[str, Any]) -> str:
+    """Training at k = 1 throughout beside training with k as a schedule."""
+    rows = []
+    for e in content["summary"]:
+        ks = ", ".join(f"{epoch}: {k}" for epoch, k in e["ks"].items())
+        whole, other = (f"{mean:.2f} ± {spread:.2f}" for mean, spread in (e["k=1"], e["scheduled"]))
+        cells = [f"{e['epochs']}", f"{{{ks}}}", whole, other, f"{e['difference']:+.2f}", f"{e['seconds']:.0f}"]
+        rows.append([e["task"], *cells, f"{e['time']:.2f}x"])
+    head = ["task", "epochs", "{epoch: k}", "k=1 throughout, %", "scheduled, %", "difference", "k=1, s", "scheduled takes"]
+    return f"Mean ± standard deviation over seeds. {_where(content['machine'])}.\n\n" + _rows(head, rows)
+
+
+def searching(content: dict[str, Any]) -> str:
+    """Searching among matched candidates beside searching among plain ones."""
+    rows = []
+    for net, found in content["results"].items():
+        for entry in found.get("matching", []):
+            cells = []
+            for kind in ("matched", "unmatched"):
+                best = entry[kind]
+                cells += [best["policy"], f"{100 * (entry['source'] - best['accuracy']):.2f}", f"{best['speedup']:.2f}x"]
+            rows.append([net, f"{entry['drop']:g}", *cells])
+    head = ["net", "max_drop", "matched: policy", "points lost", "speed-up", "unmatched: policy", "points lost", "speed-up"]
+    return f"{_where(content['machine'])}.\n\n" + _rows(head, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "study": study,
     "speed": speed,
@@ -142,6 +222,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "operators": operators,
     "choosing": choosing,
     "recalibrating": recalibrating,
+    "agreement": agreement,
+    "losses": losses,
+    "tuned": tuned,
+    "schedule": schedule,
+    "searching": searching,
 }
 
 
@@ -157,5 +242,6 @@ def generated(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(generated(PAGE.read_text()))
-    print(f"Written: {PAGE}")
+    for page in PAGES:
+        page.write_text(generated(page.read_text()))
+        print(f"Written: {page}")

@@ -57,7 +57,7 @@ def images(name: str) -> Callable[[Namespace], tuple[training.Data, training.Dat
         if folder is None:
             raise SystemExit(f"--{name} FOLDER is missing: the four idx.gz files")
         train, test = datasets.mnist(folder, "train"), datasets.mnist(folder, "t10k")
-        counts = (512, 200) if options.quick else (10_000, 10_000)
+        counts = (512, 200) if options.quick else (7500, 10_000)
         return tuple(RateCoded(x[:n], y[:n], T) for (x, y), n in zip((train, test), counts, strict=True))  # type: ignore[return-value]
 
     return read
@@ -65,7 +65,7 @@ def images(name: str) -> Callable[[Namespace], tuple[training.Data, training.Dat
 
 def events(name: str) -> Callable[[Namespace], tuple[training.Data, training.Data]]:
     def read(options: Namespace) -> tuple[training.Data, training.Data]:
-        train, test = split(name, options.nmnist, options.cache, options.quick)
+        train, test = split(name, options.nmnist, options.cache, options.quick, tested=1100)
         return Frames(*train, 2), Frames(*test)
 
     return read
@@ -73,15 +73,14 @@ def events(name: str) -> Callable[[Namespace], tuple[training.Data, training.Dat
 
 TASKS = {
     "MNIST": Task(
-        "DigitNet, rate-coded MNIST, 10,000 training and 10,000 test images", nets.DigitNet, images("mnist"), 6, {0: 4, 5: 1}
+        "DigitNet, rate-coded MNIST", nets.DigitNet, images("mnist"), 8, {0: 8, 4: 4, 7: 1}
     ),
     "Fashion-MNIST": Task(
-        "DigitNet, rate-coded Fashion-MNIST, 10,000 training and 10,000 test images", nets.DigitNet, images("fashion"), 6,
-        {0: 4, 5: 1},
+        "DigitNet, rate-coded Fashion-MNIST", nets.DigitNet, images("fashion"), 8, {0: 8, 4: 4, 7: 1},
     ),
     "N-MNIST": Task("EventNet, N-MNIST recordings", nets.EventNet, events("nmnist"), 16, {0: 4, 14: 1}),
     "gestures": Task(
-        "GestureNet, generated gestures", lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 12, {0: 4, 10: 1}
+        "GestureNet, generated gestures", lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 16, {0: 4, 13: 1}
     ),
 }  # fmt: skip
 

@@ -37,6 +37,7 @@ def parser(description: str, out: str) -> argparse.ArgumentParser:
     made.add_argument("--tensorboard", action="store_true", help="also write TensorBoard event files")
     names = [study.BASELINE, *study.policies(2, "")]
     made.add_argument("--rows", nargs="+", choices=names, help="only these rows of the table; the baseline always is one")
+    made.add_argument("--fused-baseline", action="store_true", help="train baselines as sj_tac runs them at k=1: sooner")
     made.add_argument("--operators", nargs="+", choices=study.OTHERS, help="the paper's other operators, from scratch, too")
     made.add_argument("--policy", type=Path, help="a policy file of your own, as rows of its own")
     made.add_argument("--k", type=int, default=2, help="frames per convolution where --policy does not say (default 2)")
@@ -68,7 +69,7 @@ def adjusted(protocol: study.Protocol, args: argparse.Namespace) -> study.Protoc
 
 def options(args: argparse.Namespace, workers: Workers) -> study.Options:
     console = Console() if sys.stdout.isatty() else Console(width=125)
-    return study.Options(args.out, workers, args.save_every, args.tensorboard, console)
+    return study.Options(args.out, workers, args.save_every, args.tensorboard, console, args.fused_baseline)
 
 
 def parsed(made: argparse.ArgumentParser, **least: int) -> argparse.Namespace:

@@ -12,9 +12,9 @@ DIGITS_T = 16
 EVENTS_T = 32
 
 
-def _block(in_channels: int, out_channels: int, spiking: nn.Module) -> list[nn.Module]:
+def _block(in_channels: int, out_channels: int, spiking: nn.Module, padding: int = 1) -> list[nn.Module]:
     return [
-        layer.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
+        layer.Conv2d(in_channels, out_channels, kernel_size=3, padding=padding, bias=False),
         layer.BatchNorm2d(out_channels),
         spiking,
         layer.MaxPool2d(2, 2),
@@ -69,18 +69,22 @@ class PaperImageNet(nn.Module):
     Args:
         decay_input: the input gain of the hidden neurons: 1, the paper's, or SpikingJelly's own default, 1/tau. The output
             neurons, which no BatchNorm feeds, have 1/tau in both cases: with 1 they saturate, and training is slow to start.
+        printed: the net as the paper prints it: convolutions without padding, and 128 spiking neurons before the last ten.
     """
 
-    def __init__(self, channels: int = 32, decay_input: bool = False) -> None:
+    def __init__(self, channels: int = 32, decay_input: bool = False, printed: bool = False) -> None:
         super().__init__()
 
         def lif(decay_input: bool) -> nn.Module:
             spiking = surrogate.ATan()
             return neuron.LIFNode(10.0, decay_input, v_reset=None, detach_reset=True, surrogate_function=spiking)
 
-        blocks = (_block(1, channels, lif(decay_input)), _block(channels, 2 * channels, lif(decay_input)))
-        self.features = nn.Sequential(*blocks[0], *blocks[1])
-        self.classifier = nn.Sequential(layer.Flatten(), layer.Linear(2 * channels * 7 * 7, 10), lif(True))
+        padding, side = (0, 5) if printed else (1, 7)
+        first = _block(1, channels, lif(decay_input), padding)
+        self.features = nn.Sequential(*first, *_block(channels, 2 * channels, lif(decay_input), padding))
+        features = 2 * channels * side * side
+        hidden = [layer.Linear(features, 128), lif(True)] if printed else []
+        self.classifier = nn.Sequential(layer.Flatten(), *hidden, layer.Linear(128 if printed else features, 10), lif(True))
         functional.set_step_mode(self, "m")
 
     def forward(self, x):

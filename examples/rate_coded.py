@@ -61,6 +61,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dataset", choices=list(TITLES), default="mnist", help="what --data holds, or --download fetches")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"T, spike frames per image (default {STEPS})")
     parser.add_argument("--decay-input", action="store_true", help="neurons with SpikingJelly's input gain, 1/tau, not 1")
+    parser.add_argument(
+        "--printed", action="store_true", help="the net as the paper prints it: no padding, 128 hidden neurons"
+    )
     parser.add_argument("--train-images", type=int, help=f"only the first ones (--quick: {QUICK_TRAIN})")
     parser.add_argument("--test-images", type=int, help=f"only the first ones (--quick: {QUICK_TEST})")
     return command.parsed(parser, steps=1, train_images=1, test_images=1)
@@ -72,8 +75,9 @@ def main() -> None:
     protocol = command.adjusted(QUICK if args.quick else PAPER, args)
     train = load(args, "train", args.train_images or (QUICK_TRAIN if args.quick else None))
     test = load(args, "t10k", args.test_images or (QUICK_TEST if args.quick else None))
-    title = TITLES[args.dataset] + (", decay_input" if args.decay_input else "")
-    task = Task(title, partial(nets.PaperImageNet, decay_input=args.decay_input), train, test)
+    title = TITLES[args.dataset] + (", decay_input" if args.decay_input else "") + (", printed net" if args.printed else "")
+    make = partial(nets.PaperImageNet, decay_input=args.decay_input, printed=args.printed)
+    task = Task(title, make, train, test)
     options, own = command.options(args, workers), command.own_policy(args)
     results = study.run(lambda seed: task, protocol, args.seeds, options, own)
     if workers.rank == 0:

@@ -78,13 +78,14 @@ class Protocol:
 
 @dataclass
 class Options:
-    """What does not change a result."""
+    """What does not change a result. ``fused_baseline``: baselines train as ``sj_tac.convert`` runs them at k = 1."""
 
     out: Path
     workers: Workers = field(default_factory=Workers)
     save_every: float = 60.0
     tensorboard: bool = False
     console: Console = field(default_factory=Console)
+    fused_baseline: bool = False
 
 
 def policies(k: int, first: str) -> dict[str, dict[str, Any]]:
@@ -167,7 +168,10 @@ def run_row(
         more: dict[str, Any] = {"save_every": options.save_every, "tensorboard": options.tensorboard}
         if row.name == "IMC":
             more["loss"] = _informed(LOSSES[recipe.loss], net)
+        fused = options.fused_baseline and row.name == BASELINE
+        net = sj_tac.convert(net, "preserve", 1) if fused else net
         seconds = fit(net, task.train, recipe, folder, workers=options.workers, **more).seconds
+        net = sj_tac.restore(net) if fused else net
     predictions, labels = predict(net, task.test, recipe.batch, seed=seed, workers=options.workers)
     result = {"name": row.name, "k": row.k, "how": row.how, "seed": seed, "asked": asked}
     result |= {"right": int((predictions == labels).sum()), "predictions": predictions.tolist(), "seconds": seconds}
