@@ -57,7 +57,7 @@ def images(name: str) -> Callable[[Namespace], tuple[training.Data, training.Dat
         if folder is None:
             raise SystemExit(f"--{name} FOLDER is missing: the four idx.gz files")
         train, test = datasets.mnist(folder, "train"), datasets.mnist(folder, "t10k")
-        counts = (512, 200) if options.quick else (7500, 10_000)
+        counts = (512, 200) if options.quick else (6000, 5000)
         return tuple(RateCoded(x[:n], y[:n], T) for (x, y), n in zip((train, test), counts, strict=True))  # type: ignore[return-value]
 
     return read

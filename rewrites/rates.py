@@ -19,6 +19,7 @@ from rewrites.graph import Graph, Node
 from rewrites.operations import CARRIES_SPANS, CARRIES_SUMS, Kind, site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
+from sj_tac.runtime import profiles
 from sj_tac.runtime.borders import PLAIN, Span
 from sj_tac.runtime.swaps import is_affine, source_class
 from sj_tac.verdicts import Reason, Refusal
@@ -258,6 +259,13 @@ class _Walk:
             )
             self.impossible[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
             return
+        if setting.profile == "mass" and setting.k > 1:
+            why = profiles.problem(self.modules[chain.conv], chain.site == chain.conv)
+            if span.factor > 1:
+                why = "profile: mass is of single frames, but behind a collapse a frame stands for several"
+            if why:
+                self.impossible[chain.conv] = Refusal(Reason.NO_PROFILE, why)
+                return
         drive = DrivePlace(chain.site, chain.neuron, span, setting, chain.folded, chain.conv in self.repeated)
         self.drives[chain.conv] = drive
         self.spans[node.index] = drive.out

@@ -29,8 +29,10 @@ class Drive:
         node: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
         span: what the trace says of the frames in front of it.
         repeated: the trace says that they are one frame T times over; a call looks whether they are.
-        backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
-            "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
+        profile: "hold", or "mass": every step has a drive of its own (profiles.py).
+        backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value",
+            "mass" or "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its
+            frames.
         matched: mode and k that its bias was corrected for, empty where it was not.
     """
 
@@ -44,6 +46,7 @@ class Drive:
     spikes: str = "count"
     span: Span = PLAIN
     repeated: bool = False
+    profile: str = "hold"
     backend: str = reference.NAME
     ran: str = ""
     seen: tuple[int, Sequence[int]] | None = None
@@ -58,7 +61,12 @@ class Drive:
     @property
     def fits(self) -> str:
         """What a correction of its bias is fitted to."""
-        return f"{self.mode} k={self.k}"
+        return f"{self.mode} k={self.k}" + (", mass" if self.by_mass else "")
+
+    @property
+    def by_mass(self) -> bool:
+        """True where every frame has a drive of its own, its share of the group's."""
+        return self.profile == "mass" and self.k > 1
 
     @property
     def frames(self) -> int:
