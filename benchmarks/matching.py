@@ -37,7 +37,11 @@ from sj_tac.support.files import write_text
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.measure import accuracy, scores
 
-POLICIES = {f"{mode} {k}": (mode, k) for mode, k in (("preserve", 2), ("preserve", 4), ("preserve", 8), ("collapse", 4))}
+# By the weights of the frames of a group.
+POLICIES = {
+    "decay": {f"{mode} {k}": (mode, k) for mode, k in (("preserve", 2), ("preserve", 4), ("preserve", 8), ("collapse", 4))},
+    "mixed": {f"preserve {k}, mixed": ("preserve", k) for k in (2, 4, 8)},
+}
 SAMPLES, DRAWS, BATCH, STEPS = 32, 3, 100, 60
 # What is fine-tuned, which needs labels: at these policies, on clean data.
 TUNED, TUNING_RATE = ("preserve 4", "preserve 8"), 3e-4
@@ -96,16 +100,17 @@ class Judge:
         return {name: accuracy(*pair) for name, pair in named.items()}
 
 
-def rows(name: str, task: Task, seed: int, options: Namespace) -> Iterator[dict[str, Any]]:
-    """Figures of every policy, shift, draw and method."""
+def rows(name: str, seed: int, weights: str, options: Namespace) -> Iterator[dict[str, Any]]:
+    """Figures of every policy of these weights, shift, draw and method."""
+    task, policies = TASKS[name], POLICIES[weights]
     found = trained(name, task, seed, options)
     for shift, change in SHIFTS.items():
         judge = Judge(found.net, change(found.test[0], 100 + seed), found.test[1])
-        for policy, (mode, k) in POLICIES.items():
+        for policy, (mode, k) in policies.items():
             where = {"task": name, "seed": seed, "shift": shift, "policy": policy}
-            if policy == next(iter(POLICIES)):
+            if policy == "preserve 2":
                 yield where | {"policy": "k=1", "method": "source, 1 % fewer events"} | judge.of(fewer(judge.frames, seed))
-            plain = sj_tac.convert(found.net, mode, k)
+            plain = sj_tac.convert(found.net, {"default": {"mode": mode, "k": k, "weights": weights}})
             yield where | {"method": "plain"} | judge(plain)
             matched = plain
             for draw in range(DRAWS):
@@ -164,6 +169,7 @@ def main() -> None:
     made.add_argument("--task", action="append", choices=list(TASKS), help="only these (default: all)")
     made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     made.add_argument("--methods", nargs="+", default=["auto"], help="of match (default: auto)")
+    made.add_argument("--weights", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="default: all")
     made.add_argument("--quick", action="store_true", help="few samples, one epoch: a trial of the script")
     options = measure.parsed(made)
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -171,12 +177,13 @@ def main() -> None:
     console, found = Console(width=125), []
     for name in options.task or TASKS:
         for seed in options.seeds:
-            kept = (
-                options.cache / f"matching-{name}-{seed}-{'-'.join(options.methods)}{'-quick' if options.quick else ''}.json"
-            )
-            if not kept.exists():
-                write_text(kept, json.dumps(list(rows(name, TASKS[name], seed, options))))
-            found += json.loads(kept.read_text())
+            for weights in options.weights:
+                words = ["matching", name, str(seed), *options.methods]
+                words += ([weights] if weights != "decay" else []) + (["quick"] if options.quick else [])
+                kept = options.cache / f"{'-'.join(words)}.json"
+                if not kept.exists():
+                    write_text(kept, json.dumps(list(rows(name, seed, weights, options))))
+                found += json.loads(kept.read_text())
         for entry in summary(found):
             if entry["task"] == name:
                 agreement, accurate, source = (entry[key] for key in ("agreement", "accuracy", "source"))

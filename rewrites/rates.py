@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from rewrites import weights
 from rewrites.chains import Chain
 from rewrites.graph import Graph, Node
 from rewrites.operations import CARRIES_SPANS, CARRIES_SUMS, Kind, site_layer
@@ -109,6 +110,7 @@ def lay_out(
 
     One value after another gets its span. Where a chain turns out to be impossible the walk begins again without it.
     """
+    settings = weights.resolved(graph, chains, settings)
     effective = {name: _effective(chains[name], s) for name, s in settings.items()}
     repeated = {name for name, (_, repeats) in effective.items() if repeats}
     settings = {name: s for name, (s, _) in effective.items()}

@@ -9,6 +9,8 @@ from rewrites.chains import Chain
 from rewrites.plan import Plan
 from sj_tac import host
 from sj_tac.kernels import reference
+from sj_tac.policy import Settings
+from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Affine, Norm, Pool
@@ -80,13 +82,17 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
         roles.append((modules[name], unit))
     for name, layer in layout.norms.items():
         settings = layout.drives[layer].settings if layer in layout.drives else None
-        fits = f"{settings.mode} k={settings.k}" if settings is not None else "the rate of a collapse before it"
+        fits = "the rate of a collapse before it" if settings is None else _fits(settings)
         roles.append((modules[name], Norm(layer, borders, name in layout.aggregated, fits=fits)))
     roles += [(modules[name], Affine(name, borders)) for name in layout.affine]
     for name, span in pools.items():
         if not isinstance(modules[name], nn.Identity):
             roles.append((modules[name], Pool(name, borders, span, name in layout.pools)))
     return roles
+
+
+def _fits(s: Settings) -> str:
+    return matched.words(s.mode, s.k, s.weights, s.profile)
 
 
 def undo(model: nn.Module, handles: list[RemovableHandle]) -> None:

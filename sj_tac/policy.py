@@ -36,7 +36,9 @@ class Settings(BaseModel):
 
     mode: Mode = Field("preserve", description="preserve: T stays; collapse: one frame for k; keep: leave alone")
     k: K = 2
-    weights: Literal["decay", "uniform", "learned"] = Field("decay", description="of the frames of a group")
+    weights: Literal["decay", "uniform", "mixed", "learned"] = Field(
+        "decay", description="of the frames of a group; mixed: uniform for spikes of neurons with shared drives, else decay"
+    )
     normalize: bool = Field(True, strict=True, description="weights sum to 1; false is the paper's form")
     spikes: Literal["count", "binary"] = Field("count", description="of a collapse: mean of k steps, or one step")
     emit: Literal["frames", "groups"] = Field("frames", description="of a collapse up to the output: T, or T/k frames")
@@ -77,7 +79,7 @@ class Rule(BaseModel):
     match: str = Field(min_length=1, description='the conv\'s qualified name: exact, a glob, or "re:..." (full match)')
     mode: Mode | None = None
     k: K | None = None
-    weights: Literal["decay", "uniform", "learned"] | None = None
+    weights: Literal["decay", "uniform", "mixed", "learned"] | None = None
     normalize: Annotated[bool, Field(strict=True)] | None = None
     spikes: Literal["count", "binary"] | None = None
     emit: Literal["frames", "groups"] | None = None

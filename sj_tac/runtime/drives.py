@@ -15,6 +15,7 @@ from sj_tac import host
 from sj_tac.errors import PlanNotKeptWarning
 from sj_tac.kernels import aggregate as aggregation, reference
 from sj_tac.kernels.weights import decay_weights, learned_weights
+from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.expressions import SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, sums
@@ -33,7 +34,7 @@ class Drive:
         backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value",
             "mass" or "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its
             frames.
-        matched: mode and k that its bias was corrected for, empty where it was not.
+        matched: what its bias was corrected for, empty where it was not.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Drive:
     @property
     def fits(self) -> str:
         """What a correction of its bias is fitted to."""
-        return f"{self.mode} k={self.k}" + (", mass" if self.by_mass else "")
+        return matched.words(self.mode, self.k, self.weights, self.profile)
 
     @property
     def by_mass(self) -> bool:

@@ -26,7 +26,8 @@ class Norm:
     """A BatchNorm that may be frozen, and that remembers whether it learnt from aggregated frames.
 
     Attributes:
-        fits: mode and k of its layer; matched: those that its statistics were corrected for, empty where they were not.
+        fits: what a correction of its statistics is fitted to; matched: what they were corrected for, empty where they
+            were not.
     """
 
     name: str

@@ -13,8 +13,14 @@ from sj_tac.errors import MatchedStatisticsWarning
 MATCHED = "sj_tac.matched"
 
 
+def words(mode: str, k: int, weights: str, profile: str) -> str:
+    """What a correction is fitted to."""
+    ways = [way for way in (f"{weights} weights" if weights != "decay" else "", profile if profile != "hold" else "") if way]
+    return ", ".join([f"{mode} k={k}", *ways])
+
+
 class Matchable(nn.Module):
-    """A module whose role says what it ``fits``, a mode and k, and for what it was ``matched``, empty where it was not."""
+    """A module whose role says what it ``fits``, as ``words``, and for what it was ``matched``, empty where it was not."""
 
     _tac: Any
     # The tensor whose presence in a state_dict says that the module's values are replaced.

@@ -1,0 +1,57 @@
+"""Which weights the frames of a group get where the policy says ``mixed``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rewrites.chains import Chain
+from rewrites.graph import Graph, Node
+from rewrites.operations import Kind
+from sj_tac.policy import Settings
+from sj_tac.verdicts import Refusal
+
+MIXED, DECAY, UNIFORM = "mixed", "decay", "uniform"
+
+
+def resolved(graph: Graph, chains: Mapping[str, Chain | Refusal], settings: Mapping[str, Settings]) -> dict[str, Settings]:
+    """Settings without ``mixed``: uniform for a layer that reads the spikes of neurons with shared drives, else decay.
+
+    Within a group such a neuron's spikes come when its voltage has risen, which says nothing of when anything happened: they
+    want to be counted. Frames from outside are the newer, the more they say of the group's end.
+    """
+    if all(s.weights != MIXED for s in settings.values()):
+        return dict(settings)
+    found = [c for name, c in chains.items() if isinstance(c, Chain) and _shares(settings[name])]
+    sharing = {neuron for chain in found for neuron in chain.neurons}
+    made = dict(settings)
+    for name, s in settings.items():
+        chain = chains[name]
+        if s.weights == MIXED:
+            counts = isinstance(chain, Chain) and _reads_neurons(graph, chain.site, sharing)
+            made[name] = s.model_copy(update={"weights": UNIFORM if counts else DECAY})
+    return made
+
+
+def _shares(settings: Settings) -> bool:
+    return settings.mode != "keep" and settings.k > 1
+
+
+def _reads_neurons(graph: Graph, site: str, neurons: set[str]) -> bool:
+    """True where all that a layer reads comes from these neurons."""
+    calls = [node for node in graph.nodes if node.module == site]
+    waiting = [index for node in calls for index in node.inputs]
+    seen: set[int] = set()
+    found = False
+    while waiting:
+        index = waiting.pop()
+        if index in seen:
+            continue
+        seen.add(index)
+        node: Node = graph.nodes[index]
+        if node.module in neurons:
+            found = True
+        elif node.kind is Kind.INPUT or node.kind is Kind.NEURON:
+            return False
+        else:
+            waiting += node.inputs
+    return found
