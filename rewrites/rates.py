@@ -20,7 +20,6 @@ from rewrites.graph import Graph, Node
 from rewrites.operations import CARRIES_SPANS, CARRIES_SUMS, Kind, site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
-from sj_tac.runtime import profiles
 from sj_tac.runtime.borders import PLAIN, Span
 from sj_tac.runtime.swaps import is_affine, source_class
 from sj_tac.verdicts import Reason, Refusal
@@ -110,7 +109,6 @@ def lay_out(
 
     One value after another gets its span. Where a chain turns out to be impossible the walk begins again without it.
     """
-    settings = weights.resolved(graph, chains, settings)
     effective = {name: _effective(chains[name], s) for name, s in settings.items()}
     repeated = {name for name, (_, repeats) in effective.items() if repeats}
     settings = {name: s for name, (s, _) in effective.items()}
@@ -125,7 +123,8 @@ def lay_out(
         elif chain.folded and settings[name].mode == "collapse":
             refused[name] = Refusal(Reason.COLLAPSE_FOLDED)
     while True:
-        walk = _Walk(model, graph, chains, settings, refused)
+        shared = {name for name, s in settings.items() if name not in refused and (s.k > 1 or name in repeated)}
+        walk = _Walk(model, graph, chains, weights.resolved(graph, chains, settings, shared), refused)
         walk.repeated = repeated
         found = walk.run(entry)
         if found is not None:
@@ -261,13 +260,6 @@ class _Walk:
             )
             self.impossible[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
             return
-        if setting.profile == "mass" and setting.k > 1:
-            why = profiles.problem(self.modules[chain.conv], chain.site == chain.conv)
-            if span.factor > 1:
-                why = "profile: mass is of single frames, but behind a collapse a frame stands for several"
-            if why:
-                self.impossible[chain.conv] = Refusal(Reason.NO_PROFILE, why)
-                return
         drive = DrivePlace(chain.site, chain.neuron, span, setting, chain.folded, chain.conv in self.repeated)
         self.drives[chain.conv] = drive
         self.spans[node.index] = drive.out

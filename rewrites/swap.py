@@ -68,7 +68,7 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
     for name, place in layout.drives.items():
         s = place.settings
         drive = Drive(name, modules[place.neuron], borders, s.mode, s.k, s.weights, s.normalize, s.spikes, place.span)
-        drive.repeated, drive.profile = place.repeated, s.profile
+        drive.repeated = place.repeated
         drive.backend = plan.backend if plan.fused else reference.NAME
         roles.append((modules[place.site], drive))
     pools = dict(layout.pools) | dict.fromkeys([*layout.before, *fusion.through], PLAIN)
@@ -92,7 +92,7 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
 
 
 def _fits(s: Settings) -> str:
-    return matched.words(s.mode, s.k, s.weights, s.profile)
+    return matched.words(s.mode, s.k, s.weights)
 
 
 def undo(model: nn.Module, handles: list[RemovableHandle]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from rewrites.chains import Chain
 from rewrites.graph import Graph, Node
@@ -13,27 +13,27 @@ from sj_tac.verdicts import Refusal
 MIXED, DECAY, UNIFORM = "mixed", "decay", "uniform"
 
 
-def resolved(graph: Graph, chains: Mapping[str, Chain | Refusal], settings: Mapping[str, Settings]) -> dict[str, Settings]:
+def resolved(
+    graph: Graph, chains: Mapping[str, Chain | Refusal], settings: Mapping[str, Settings], shared: Set[str]
+) -> Mapping[str, Settings]:
     """Settings without ``mixed``: uniform for a layer that reads the spikes of neurons with shared drives, else decay.
 
     Within a group such a neuron's spikes come when its voltage has risen, which says nothing of when anything happened: they
     want to be counted. Frames from outside are the newer, the more they say of the group's end.
+
+    ``shared``: convs whose drives are for several steps, if they are converted.
     """
     if all(s.weights != MIXED for s in settings.values()):
-        return dict(settings)
-    found = [c for name, c in chains.items() if isinstance(c, Chain) and _shares(settings[name])]
-    sharing = {neuron for chain in found for neuron in chain.neurons}
+        return settings
+    found = [c for name, c in chains.items() if isinstance(c, Chain) and name in shared and settings[name].mode != "keep"]
+    neurons = {neuron for chain in found for neuron in chain.neurons}
     made = dict(settings)
     for name, s in settings.items():
         chain = chains[name]
         if s.weights == MIXED:
-            counts = isinstance(chain, Chain) and _reads_neurons(graph, chain.site, sharing)
+            counts = isinstance(chain, Chain) and _reads_neurons(graph, chain.site, neurons)
             made[name] = s.model_copy(update={"weights": UNIFORM if counts else DECAY})
     return made
-
-
-def _shares(settings: Settings) -> bool:
-    return settings.mode != "keep" and settings.k > 1
 
 
 def _reads_neurons(graph: Graph, site: str, neurons: set[str]) -> bool:

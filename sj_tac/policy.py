@@ -42,9 +42,6 @@ class Settings(BaseModel):
     normalize: bool = Field(True, strict=True, description="weights sum to 1; false is the paper's form")
     spikes: Literal["count", "binary"] = Field("count", description="of a collapse: mean of k steps, or one step")
     emit: Literal["frames", "groups"] = Field("frames", description="of a collapse up to the output: T, or T/k frames")
-    profile: Literal["hold", "mass"] = Field(
-        "hold", description="of a shared drive: held for all its steps, or scaled by what each frame holds under the filter"
-    )
     approximate: bool = Field(False, strict=True, description="convert also where a MaxPool stands before the neuron")
     exact: bool = Field(True, strict=True, description="what is alike for all frames (a repeated image) is computed once")
 
@@ -52,14 +49,6 @@ class Settings(BaseModel):
     def _learned_weights_are_normalized(self) -> Settings:
         if self.weights == "learned" and not self.normalize:
             raise ValueError("weights: learned are a softmax and always sum to 1; drop normalize: false")
-        return self
-
-    @model_validator(mode="after")
-    def _mass_is_of_single_steps(self) -> Settings:
-        if self.profile == "mass" and self.mode == "collapse":
-            raise ValueError("profile: mass gives every step a drive of its own, which no collapse can use; mode: preserve")
-        if self.profile == "mass" and not self.normalize:
-            raise ValueError("profile: mass shares a mean drive out, and needs weights that sum to 1; drop normalize: false")
         return self
 
     @classmethod
@@ -83,7 +72,6 @@ class Rule(BaseModel):
     normalize: Annotated[bool, Field(strict=True)] | None = None
     spikes: Literal["count", "binary"] | None = None
     emit: Literal["frames", "groups"] | None = None
-    profile: Literal["hold", "mass"] | None = None
     approximate: Annotated[bool, Field(strict=True)] | None = None
     exact: Annotated[bool, Field(strict=True)] | None = None
 

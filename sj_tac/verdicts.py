@@ -35,7 +35,6 @@ class Reason(StrEnum):
     COLLAPSE_BRANCHED = "COLLAPSE_BRANCHED"
     COLLAPSE_POOL = "COLLAPSE_POOL"
     K_NOT_WHOLE = "K_NOT_WHOLE"
-    NO_PROFILE = "NO_PROFILE"
     FOLD_UNSEEN = "FOLD_UNSEEN"
     FOLD_AMBIGUOUS = "FOLD_AMBIGUOUS"
     TIME_UNKNOWN = "TIME_UNKNOWN"
@@ -118,10 +117,6 @@ REASONS: dict[Reason, tuple[str, str]] = {
     Reason.K_NOT_WHOLE: (
         "k source steps are no whole number of the frames that a collapse before it makes",
         "choose k as a multiple of the collapse before it",
-    ),
-    Reason.NO_PROFILE: (
-        "its drive cannot be scaled by the mass of each frame",
-        "give this layer profile: hold",
     ),
     Reason.FOLD_UNSEEN: (
         "it is torch's own convolution, and whether its batch is folded frames [T * N, ...] can only be seen on a sample",

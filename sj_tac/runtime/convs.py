@@ -14,7 +14,6 @@ from sj_tac.errors import InputError
 from sj_tac.host import dispatch
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import decay_weights
-from sj_tac.runtime import profiles
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.groups import Groups, Sums, even, single
 from sj_tac.runtime.matched import Matchable
@@ -77,8 +76,6 @@ class DriveModule(Matchable):
         drive, logits = self._tac, self._parameters.get(LOGITS)
         if drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
-        if drive.by_mass:
-            return self._by_mass(x, logits)
         if isinstance(x, Frames) and (x.folded is not None) is self._folds:
             wanted, summed = self._of_value(x, logits)
             groups, steps = wanted.groups, x.steps
@@ -98,31 +95,6 @@ class DriveModule(Matchable):
                 drive.ran, summed, groups = "frames", drive.aggregate(frames, found), found.groups
         y = self._run(summed)
         drive.seen = (steps, self._counted(summed, y))
-        return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
-
-    def _by_mass(self, x: Tensor, logits: Tensor | None) -> Tensor:
-        """A drive for every frame: that of its group, by what the frame holds of the group's mass."""
-        drive = self._tac
-        if isinstance(x, Frames) and (x.folded is not None) is self._folds:
-            found = x.frames(drive.name)
-            frames: Tensor | None = found if x.folded is None else found.reshape(x.steps, x.folded, *found.shape[1:])
-        else:
-            frames = self._frames(ordinary(x, drive.name))
-        if frames is None:
-            drive.ran = "single frames"
-            return self._layer(ordinary(x, drive.name))
-        self._check(frames)
-        steps = frames.shape[0]
-        if drive.repeated and drive.borders.alike and _is_repeated(frames):
-            drive.ran, y, groups = "one frame", self._run(frames[:1]), even(steps, steps)
-            drive.seen = (steps, self._counted(frames[:1], y))
-        else:
-            wanted = drive.wants(single(steps), (frames.dtype, frames.device), logits)
-            assert wanted is not None
-            summed = drive.aggregate(frames, wanted)
-            y, groups = self._run(summed), single(steps)
-            drive.ran, drive.seen = "mass", (steps, self._counted(summed, y))
-            y = profiles.by_mass(self, frames, y, wanted)
         return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
 
     def _layer(self, x: Tensor) -> Tensor:
@@ -186,18 +158,14 @@ class DriveModule(Matchable):
             return self._layer(x)
         # A compiled call cannot look whether frames are alike: it runs all of them.
         if drive.repeated and (compiling or _is_repeated(frames)):
-            each = compiling or not drive.borders.alike
-            summed, lengths = (frames, (1,) * frames.shape[0]) if each else (frames[:1], (frames.shape[0],))
+            single = compiling or not drive.borders.alike
+            summed, lengths = (frames, (1,) * frames.shape[0]) if single else (frames[:1], (frames.shape[0],))
         else:
             summed, lengths = self._sums_of_frames(frames, logits)
         y = self._run(summed)
         if not compiling:
             drive.ran, drive.seen = "plain", (frames.shape[0], self._counted(summed, y))
         repeated = reference.repeat(y, lengths)
-        if drive.by_mass and len(lengths) < frames.shape[0] and not drive.repeated:
-            found = drive.wants(single(frames.shape[0]), (frames.dtype, frames.device), logits)
-            assert found is not None
-            repeated = profiles.by_mass(self, frames, y, found)
         return repeated.flatten(0, 1) if self._folds else repeated
 
     def _sums_of_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
@@ -240,7 +208,6 @@ class DriveModule(Matchable):
     def extra_repr(self) -> str:
         drive = self._tac
         shown = f"{super().extra_repr()}, k={drive.k}, weights={drive.weights}"
-        shown += ", profile=mass" if drive.by_mass else ""
         return shown if drive.normalize else shown + ", normalize=False"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

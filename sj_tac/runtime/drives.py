@@ -30,10 +30,8 @@ class Drive:
         node: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
         span: what the trace says of the frames in front of it.
         repeated: the trace says that they are one frame T times over; a call looks whether they are.
-        profile: "hold", or "mass": every step has a drive of its own (profiles.py).
-        backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value",
-            "mass" or "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its
-            frames.
+        backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
+            "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
         matched: what its bias was corrected for, empty where it was not.
     """
 
@@ -47,7 +45,6 @@ class Drive:
     spikes: str = "count"
     span: Span = PLAIN
     repeated: bool = False
-    profile: str = "hold"
     backend: str = reference.NAME
     ran: str = ""
     seen: tuple[int, Sequence[int]] | None = None
@@ -62,12 +59,7 @@ class Drive:
     @property
     def fits(self) -> str:
         """What a correction of its bias is fitted to."""
-        return matched.words(self.mode, self.k, self.weights, self.profile)
-
-    @property
-    def by_mass(self) -> bool:
-        """True where every frame has a drive of its own, its share of the group's."""
-        return self.profile == "mass" and self.k > 1
+        return matched.words(self.mode, self.k, self.weights)
 
     @property
     def frames(self) -> int:

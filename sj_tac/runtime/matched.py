@@ -13,10 +13,9 @@ from sj_tac.errors import MatchedStatisticsWarning
 MATCHED = "sj_tac.matched"
 
 
-def words(mode: str, k: int, weights: str, profile: str) -> str:
+def words(mode: str, k: int, weights: str) -> str:
     """What a correction is fitted to."""
-    ways = [way for way in (f"{weights} weights" if weights != "decay" else "", profile if profile != "hold" else "") if way]
-    return ", ".join([f"{mode} k={k}", *ways])
+    return f"{mode} k={k}" if weights == "decay" else f"{mode} k={k}, {weights} weights"
 
 
 class Matchable(nn.Module):

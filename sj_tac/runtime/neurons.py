@@ -64,7 +64,7 @@ class Unit:
     def wanted(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> Sums | None:
         """What the planned reader will sum of the frames of ``groups``; None where it reads frames."""
         conv: Any = self.reader() if self.reader is not None else None
-        if not isinstance(conv, DriveModule) or not host.is_multi_step(conv) or conv._tac.by_mass:
+        if not isinstance(conv, DriveModule) or not host.is_multi_step(conv):
             return None
         found = conv._tac.wants(groups.stepwise(), kind, conv._parameters.get(LOGITS))
         return None if found is None or found.sums_nothing else found

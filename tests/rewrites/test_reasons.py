@@ -146,7 +146,6 @@ CASES = {
         forward=lambda front, x: front[3](front(x)),
     ),
     Reason.K_NOT_WHOLE: Around(conv(), norm(), node("lif"), layer.Dropout(0.1, step_mode="m")),
-    Reason.NO_PROFILE: Around(layer.Conv2d(3, 3, 3, padding=1, groups=3, step_mode="m"), norm(), node("lif")),
     Reason.FOLD_UNSEEN: Around(*folding(), forward=folded),
     Reason.FOLD_AMBIGUOUS: Around(*folding(), forward=folded),
     Reason.TIME_UNKNOWN: Around(*folding(), forward=half),
@@ -160,7 +159,6 @@ CASES = {
 POLICIES = {
     Reason.POLICY_KEEP: {"rules": [{"match": "front.*", "mode": "keep"}]},
     Reason.COLLAPSE_BRANCHED: {"rules": [{"match": "front.*", "mode": "collapse", "spikes": "binary"}]},
-    Reason.NO_PROFILE: {"rules": [{"match": "front.*", "profile": "mass"}]},
     Reason.COLLAPSE_POOL: {"rules": [{"match": "front.*", "mode": "collapse"}]},
     Reason.COLLAPSE_REGISTERED: {"rules": [{"match": "front.*", "mode": "collapse"}]},
     Reason.COLLAPSE_FOLDED: {"rules": [{"match": "front.*", "mode": "collapse"}]},
@@ -205,8 +203,7 @@ def test_what_is_refused_is_left_exactly_alone(reason):
         policy = {"rules": [{"match": "front.*", "mode": "collapse", "k": 2}, {"match": "good.*", "k": 3}]}
         fast, alone = sj_tac.convert(net, policy), "good"
     else:
-        policy = POLICIES[reason] if reason is Reason.NO_PROFILE else "preserve"
-        fast, alone = sj_tac.convert(net, policy, example_input=sample_for(reason)), "front"
+        fast, alone = sj_tac.convert(net, example_input=sample_for(reason)), "front"
     before, after = net.get_submodule(alone), fast.get_submodule(alone)
     assert [type(m) for m in after.modules()] == [type(m) for m in before.modules()]
 

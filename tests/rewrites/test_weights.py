@@ -82,3 +82,21 @@ def test_rules_and_residual_nets():
     fast = sj_tac.convert(net, MIXED | {"rules": [{"match": "4.a.0", "weights": "decay"}]})
     weights = {name: module._tac.weights for name, module in fast.named_modules() if isinstance(module, nn.Conv2d)}
     assert weights == {"0": "decay", "3.a.0": "uniform", "3.b.0": "uniform", "4.a.0": "decay", "4.b.0": "uniform"}
+
+
+def test_a_refused_chain_shares_nothing_and_a_repeated_image_does():
+    pooled = nn.Sequential(*block(2, 4)[:2], layer.MaxPool2d(2, 2, step_mode="m"), node("lif"), *block(4, 4))
+    fast = sj_tac.convert(awake(pooled.eval(), X), MIXED)
+    assert [v.layer for v in sj_tac.report(fast).refused] == ["0"]
+    assert fast[4]._tac.weights == "decay"
+
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(*block(2, 4), *block(4, 4))
+
+        def forward(self, image):
+            return self.body(image.unsqueeze(0).repeat(8, 1, 1, 1, 1))
+
+    fast = sj_tac.convert(awake(Repeated().eval(), X[0]), MIXED)
+    assert fast.body[3]._tac.weights == "uniform"
