@@ -192,7 +192,7 @@ def main() -> None:
                     f"+-{agreement[1]:4.1f} accuracy {accurate[0]:5.1f} of {source[0]:5.1f} {entry['kept']}"
                 )
     content = {"kind": "matching", "machine": machine.describe(), "summary": summary(found), "rows": found}
-    write_text(out, json.dumps(content, indent=1) + "\n")
+    write_text(out, json.dumps(content) + "\n")
     console.print(f"Written: {out}")
 
 
