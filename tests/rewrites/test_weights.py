@@ -12,6 +12,11 @@ MIXED = {"default": {"k": 4, "weights": "mixed"}}
 X = frames(8, 3, 2, 8, 8)
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 def block(a, b, kind="lif"):
     return [conv(a, b), norm(b), node(kind)]
 
