@@ -155,7 +155,6 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for figure in ("agreement", "accuracy", "source"):
             values = [100 * row[figure] for row in same]
             entry[figure] = [statistics.mean(values), statistics.pstdev(values)]
-        entry["least"] = 100 * min(row["agreement"] for row in same)
         kept = [row["kept"] for row in same if "kept" in row]
         entry["kept"] = {method: kept.count(method) for method in sorted(set(kept))}
         made.append(entry)

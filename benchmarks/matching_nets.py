@@ -79,7 +79,6 @@ def _multi_step(net: nn.Module) -> nn.Module:
 class Task:
     """A net, its data, and how long it is trained."""
 
-    about: str
     build: Callable[[], nn.Module]
     data: str
     epochs: int
@@ -87,16 +86,14 @@ class Task:
 
 
 TASKS = {
-    "IF": Task(
-        "6 convolutions, IF with hard reset, generated gestures",
-        lambda: plain((16, "M", 24, 24, "M", 32, 32, "M", 48), _if), "gestures", 12,
-    ),
-    "LIF": Task("4 convolutions, LIF, generated gestures", lambda: nets.GestureNet(11, 24, 4, 32), "gestures", 12),
-    "PLIF": Task("3 convolutions, PLIF, N-MNIST", nets.EventNet, "nmnist", 16),
-    "SEW": Task("SEW ResNet of 11 convolutions, LIF, generated gestures", sew, "gestures", 12),
+    # Six convolutions, IF with hard reset.
+    "IF": Task(lambda: plain((16, "M", 24, 24, "M", 32, 32, "M", 48), _if), "gestures", 12),
+    "LIF": Task(lambda: nets.GestureNet(11, 24, 4, 32), "gestures", 12),
+    "PLIF": Task(nets.EventNet, "nmnist", 16),
+    "SEW": Task(sew, "gestures", 12),
+    # Eight convolutions, LIF with soft reset.
     "VGG": Task(
-        "VGG of 8 convolutions, LIF with soft reset, generated gestures",
-        lambda: plain((16, "M", 24, 24, "M", 32, 32, "M", 48, 48, 48), lambda: _lif(v_reset=None)), "gestures", 12,
+        lambda: plain((16, "M", 24, 24, "M", 32, 32, "M", 48, 48, 48), lambda: _lif(v_reset=None)), "gestures", 12
     ),
 }  # fmt: skip
 

@@ -43,11 +43,12 @@ def study(content: dict[str, Any]) -> str:
              seconds]
         )  # fmt: skip
     head = ["net", "", "accuracy %", "to baseline", "agreement %", "convolutions", "training s"]
+    fused = " Baselines trained fused, at k=1." if content.get("fused_baseline") else ""
     about = (
         f"{content['title']}, {protocol['name']}: {content['train']} training and {content['test']} test samples, "
         f"{recipe['epochs']} epochs in batches of {recipe['batch']}, Adam {recipe['rate']:g}; fine-tuning: "
         f"{protocol['tune_epochs']} more at {protocol['tune_rate']:g}. Mean ± standard deviation over seeds "
-        f"{', '.join(map(str, content['seeds']))}. {_where(content['machine'])}.\n\n"
+        f"{', '.join(map(str, content['seeds']))}.{fused} {_where(content['machine'])}.\n\n"
     )
     return about + _rows(head, rows)
 

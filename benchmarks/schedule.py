@@ -43,7 +43,6 @@ WHOLE, SCHEDULED = "k=1", "scheduled"
 class Task:
     """A net, its data and how it is trained. ``ks``: {epoch: k}."""
 
-    about: str
     build: Callable[[], nn.Module]
     data: Callable[[Namespace], tuple[training.Data, training.Data]]
     epochs: int
@@ -72,17 +71,11 @@ def events(name: str) -> Callable[[Namespace], tuple[training.Data, training.Dat
 
 
 TASKS = {
-    "MNIST": Task(
-        "DigitNet, rate-coded MNIST", nets.DigitNet, images("mnist"), 8, {0: 8, 4: 4, 7: 1}
-    ),
-    "Fashion-MNIST": Task(
-        "DigitNet, rate-coded Fashion-MNIST", nets.DigitNet, images("fashion"), 8, {0: 8, 4: 4, 7: 1},
-    ),
-    "N-MNIST": Task("EventNet, N-MNIST recordings", nets.EventNet, events("nmnist"), 16, {0: 4, 14: 1}),
-    "gestures": Task(
-        "GestureNet, generated gestures", lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 16, {0: 4, 13: 1}
-    ),
-}  # fmt: skip
+    "MNIST": Task(nets.DigitNet, images("mnist"), 8, {0: 8, 4: 4, 7: 1}),
+    "Fashion-MNIST": Task(nets.DigitNet, images("fashion"), 8, {0: 8, 4: 4, 7: 1}),
+    "N-MNIST": Task(nets.EventNet, events("nmnist"), 16, {0: 4, 14: 1}),
+    "gestures": Task(lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 16, {0: 4, 13: 1}),
+}
 
 
 def tested(net: nn.Module, test: training.Data) -> float:

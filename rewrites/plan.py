@@ -18,6 +18,7 @@ from rewrites.layouts import Sample
 from rewrites.promises import broken_promises
 from rewrites.rates import DrivePlace, Layout, lay_out
 from rewrites.trace import as_arguments, trace
+from rewrites.weights import MIXED
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends
@@ -205,6 +206,8 @@ class _Reporter:
             found.append("its drive is also read as a mean over time, which weighs the frames of a group as the neuron does")
         if chain.conv in self.layout.early:
             found.append(self.layout.early[chain.conv])
+        if self.plan.settings[chain.conv].weights == MIXED:
+            found.append(f"mixed weights: {self.layout.drives[chain.conv].settings.weights}")
         with torch.no_grad():
             nodes = [self.modules[n] for n in chain.neurons if n in self.modules]
             decays = {round(float(host.decay(n, torch.float64)), 12) for n in nodes}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 
 from rewrites.chains import Chain
 from rewrites.graph import Graph, Node
-from rewrites.operations import Kind
+from rewrites.operations import CARRIES_DRIVES, Kind
 from sj_tac.policy import Settings
 from sj_tac.verdicts import Refusal
 
@@ -36,10 +36,13 @@ def resolved(
     return made
 
 
+# What lies between spikes and their reader leaves them in their frames.
+_FRAME_BY_FRAME = CARRIES_DRIVES | {Kind.MAX_POOL, Kind.ALIKE}
+
+
 def _reads_neurons(graph: Graph, site: str, neurons: set[str]) -> bool:
-    """True where all that a layer reads comes from these neurons."""
-    calls = [node for node in graph.nodes if node.module == site]
-    waiting = [index for node in calls for index in node.inputs]
+    """True where all that a layer reads is made, frame by frame, of the spikes of these neurons."""
+    waiting = [index for node in graph.nodes if node.module == site for index in node.inputs]
     seen: set[int] = set()
     found = False
     while waiting:
@@ -50,8 +53,8 @@ def _reads_neurons(graph: Graph, site: str, neurons: set[str]) -> bool:
         node: Node = graph.nodes[index]
         if node.module in neurons:
             found = True
-        elif node.kind is Kind.INPUT or node.kind is Kind.NEURON:
-            return False
-        else:
+        elif node.kind in _FRAME_BY_FRAME:
             waiting += node.inputs
+        else:
+            return False
     return found

@@ -16,6 +16,7 @@ from rewrites.fuse import Fusion
 from rewrites.graph import straight
 from rewrites.plan import Plan
 from rewrites.rates import Layout
+from rewrites.weights import MIXED
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
 from sj_tac.kernels import backends, reference
@@ -91,6 +92,8 @@ class _Operator(nn.Module):
     def _plan(self, settings: Settings, backend: str, fuse: bool) -> Plan:
         """The plan of these few modules, by the passes that ``convert`` runs."""
         name = type(self).__name__
+        if settings.weights == MIXED:
+            raise PolicyError(f"{name}: weights='mixed' asks what a layer of a net reads; here, say 'decay' or 'uniform'")
         graph = straight(self, [n for n, _ in self.named_children()])
         chains = find_chains(self, graph, {}, linears=True)
         chain = chains["conv"]

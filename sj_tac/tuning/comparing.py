@@ -13,7 +13,7 @@ from sj_tac import host
 from sj_tac.errors import BatchError
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.fitting import watch_rates
-from sj_tac.tuning.measure import Decode, run_batch, scores
+from sj_tac.tuning.measure import Decode, batch_scores, described, run_batch
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,16 @@ class Comparison:
     def __init__(self, source: nn.Module, batches: Sequence[Batch], decode: Decode | None, seed: int) -> None:
         self.batches, self.decode, self.seed = batches, decode, seed
         self.samples = sum(batch.samples for batch in batches)
-        self.expected, self.rates = self._observed(source)
-        self.classifies = self.expected.dim() == 2 and self.expected.shape[1] > 1
+        # Class scores of every batch; or else all numbers of every output, whatever some of them look like.
+        self.scored = True
+        try:
+            self.expected, self.rates = self._observed(source)
+        except BatchError:
+            if decode is not None:
+                raise
+            self.scored = False
+            self.expected, self.rates = self._observed(source)
+        self.classifies = self.scored and self.expected.shape[1] > 1
 
     def __call__(self, method: str, converted: nn.Module) -> tuple[Candidate, dict[str, Tensor]]:
         """How near a net comes, and the rates [C] of its neurons."""
@@ -73,33 +81,30 @@ class Comparison:
         return tuple(Rates(name, *(float(x[name].mean()) for x in (self.rates, before, after))) for name in named)
 
     def _observed(self, net: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs of all batches, and the mean rates [C] of neurons."""
         outputs: list[Tensor] = []
         totals: dict[str, Tensor] = {}
         with host.looked_at(net):
             rates = watch_rates(net)
-            for batch in self.batches:
+            torch.manual_seed(self.seed)
+            for number, batch in enumerate(self.batches):
                 rates.clear()
-                outputs.append(_outputs(net, [batch], self.decode, self.seed))
+                outputs.append(self._output(net, batch, number))
                 for name, rate in rates.items():
                     if rate is not None:
                         part = rate * (batch.samples / self.samples)
                         totals[name] = totals[name] + part if name in totals else part
         return torch.cat(outputs), totals
 
-
-def _outputs(net: nn.Module, batches: Sequence[Batch], decode: Decode | None, seed: int) -> Tensor:
-    """Class scores [N, C], or where the output is something else, all of it as one row of numbers."""
-    try:
-        return scores(net, batches, decode, seed)
-    except BatchError:
-        if decode is not None:
-            raise
-    found = []
-    with host.looked_at(net):
-        torch.manual_seed(seed)
-        for number, batch in enumerate(batches):
-            found += [x.double().flatten() for x in tensors(run_batch(net, batch, number))]
-    together = torch.cat(found) if found else torch.empty(0)
-    if not len(together) or not torch.isfinite(together).all():
-        raise BatchError(f"the output of {type(net).__name__} has no numbers, or is NaN or infinite; match compares outputs")
-    return together
+    def _output(self, net: nn.Module, batch: Batch, number: int) -> Tensor:
+        """Class scores [N, C] of a batch, or all that the net puts out as one row of numbers."""
+        if self.scored:
+            return batch_scores(net, batch, number, self.decode)
+        parts = [x.double().flatten() for x in tensors(run_batch(net, batch, number))]
+        row = torch.cat(parts) if parts else torch.empty(0)
+        if not len(row) or not torch.isfinite(row).all():
+            raise BatchError(
+                f"the output of {type(net).__name__} on {described(batch, number)} has no numbers, or is NaN or infinite; "
+                "match compares outputs"
+            )
+        return row

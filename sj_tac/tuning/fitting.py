@@ -157,9 +157,13 @@ def _moments(x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _of_frame(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance [C] of [N, C, ...]. BatchNorm's own pass is several times faster than ``torch.var_mean``."""
+    """Mean and variance [C] of [N, C, ...]."""
     wide = x.float() if x.dtype in (torch.half, torch.bfloat16) else x
-    mean, var = torch.ops.aten.batch_norm_update_stats(wide, None, None, 0.0)
+    if x.device.type == "cpu" and x.numel():
+        # BatchNorm's own pass, which is several times faster there.
+        mean, var = torch.ops.aten.batch_norm_update_stats(wide, None, None, 0.0)
+    else:
+        var, mean = torch.var_mean(wide, [d for d in range(x.dim()) if d != 1], correction=0)
     return mean.double(), var.double()
 
 

@@ -53,12 +53,17 @@ def scores(net: nn.Module, batches: Sequence[Batch], decode: Decode | None = Non
     with host.looked_at(net):
         torch.manual_seed(seed)
         for number, batch in enumerate(batches):
-            where = described(batch, number)
-            score = decoded(run_batch(net, batch, number), batch, decode, where)
-            if not torch.isfinite(score).all():
-                raise BatchError(f"the output of {type(net).__name__} on {where} is NaN or infinite")
-            found.append(score.double())
+            found.append(batch_scores(net, batch, number, decode))
     return torch.cat(found)
+
+
+def batch_scores(net: nn.Module, batch: Batch, number: int, decode: Decode | None) -> Tensor:
+    """``scores`` of one batch, with the net and the random numbers as they are. Raises BatchError as ``scores``."""
+    where = described(batch, number)
+    score = decoded(run_batch(net, batch, number), batch, decode, where)
+    if not torch.isfinite(score).all():
+        raise BatchError(f"the output of {type(net).__name__} on {where} is NaN or infinite")
+    return score.double()
 
 
 def decoded(output: Any, batch: Batch, decode: Decode | None, where: str) -> Tensor:

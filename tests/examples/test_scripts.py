@@ -16,6 +16,7 @@ import dvs128
 import dvs_gesture
 import finetune
 import gestures
+import nets
 import nmnist
 import numpy as np
 import pytest
@@ -119,6 +120,23 @@ def test_rate_coded_on_real_digits(digits, tmp_path, monkeypatch, capsys):
         monkeypatch, capsys, rate_coded, "--data", digits, "--out", tmp_path / "run", "--steps", 5, *SMALL, "--batch", 7
     )
     assert "--out" in said
+
+
+def test_the_printed_net_and_a_baseline_that_trains_fused(digits, tmp_path, monkeypatch, capsys):
+    asked = ("--data", digits, "--out", tmp_path / "run", "--steps", 5, "--printed", "--rows", "baseline", *SMALL)
+    call(monkeypatch, rate_coded, *asked, "--fused-baseline")
+    content = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert content["title"] == "MNIST, printed net"
+    assert content["fused_baseline"]
+    rows = {(r["name"], r["how"]): r["train_seconds"] for r in content["rows"]}
+    assert rows.keys() == {("baseline", "scratch"), ("baseline", "fine-tuned")}
+    assert min(rows.values()) > 0
+    folder = tmp_path / "run" / "seed0" / "baseline-k=1-scratch"
+    source = nets.PaperImageNet(printed=True)
+    source.load_state_dict(torch.load(folder / "last.pt", weights_only=True)["net"])
+    assert [m.out_features for m in source.modules() if isinstance(m, torch.nn.Linear)] == [128, 10]
+    # What trained another way is not taken for it.
+    assert "--out" in failure(monkeypatch, capsys, rate_coded, *asked)
 
 
 def test_gestures_with_a_policy_of_ones_own(tmp_path, monkeypatch):

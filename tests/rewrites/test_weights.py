@@ -7,6 +7,7 @@ from support import awake, conv, frames, node, norm
 from torch import nn
 
 import sj_tac
+from sj_tac.errors import PolicyError
 
 MIXED = {"default": {"k": 4, "weights": "mixed"}}
 X = frames(8, 3, 2, 8, 8)
@@ -38,8 +39,10 @@ class Around(nn.Module):
 BETWEEN = {
     "nothing": (lambda net, y, x: y, 4, "uniform"),
     "pool": (lambda net, y, x: net.drop(net.pool(y)), 4, "uniform"),
-    "spikes added": (lambda net, y, x: y + net.pool(y).repeat_interleave(2, -1).repeat_interleave(2, -2), 4, "uniform"),
-    "a constant": (lambda net, y, x: y + torch.ones(4, 8, 8), 4, "uniform"),
+    "spikes added": (lambda net, y, x: y + net.drop(y), 4, "uniform"),
+    "numbers": (lambda net, y, x: 2 * y + 1, 4, "uniform"),
+    # Where in doubt, as without it.
+    "what nobody knows": (lambda net, y, x: y.cumsum(0), 4, "decay"),
     "the input beside": (lambda net, y, x: torch.cat([y, x], 2), 6, "decay"),
     "another conv's output": (lambda net, y, x: y + net.short(x), 4, "decay"),
 }
@@ -105,3 +108,59 @@ def test_a_refused_chain_shares_nothing_and_a_repeated_image_does():
 
     fast = sj_tac.convert(awake(Repeated().eval(), X[0]), MIXED)
     assert fast.body[3]._tac.weights == "uniform"
+
+
+def test_behind_a_neuron_of_ones_own_frames_are_somebody_elses():
+    class Own(nn.Module):
+        def forward(self, x):
+            v, out = torch.zeros_like(x[0]), []
+            for frame in x:
+                v = 0.5 * v + frame
+                out.append((v > 1).float())
+            return torch.stack(out)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.front, self.own, self.back = nn.Sequential(*block(2, 4)), Own(), nn.Sequential(*block(4, 4))
+
+        def forward(self, x):
+            return self.back(self.own(self.front(x)))
+
+    fast = sj_tac.convert(Net().eval(), MIXED, example_input=X)
+    assert fast.back[0]._tac.weights == "decay"
+
+
+@pytest.mark.parametrize("mode", ["preserve", "collapse"])
+def test_a_call_that_goes_another_way_than_the_trace_keeps_the_weights_fused_or_not(mode):
+    class Branching(nn.Module):
+        """The trace sees spikes in front of the second convolution; a call may hand it frames from outside."""
+
+        def __init__(self):
+            super().__init__()
+            self.front, self.back, self.skip = nn.Sequential(*block(2, 2)), nn.Sequential(*block(2, 4)), False
+
+        def forward(self, x):
+            return self.back(x if self.skip else self.front(x))
+
+    torch.manual_seed(1)
+    net = awake(Branching().eval(), X).double()
+    outputs = []
+    for fuse in (True, False):
+        fast = sj_tac.convert(net, MIXED | {"default": {"k": 4, "weights": "mixed", "mode": mode}}, fuse=fuse)
+        fast.skip = True
+        outputs.append(fast(X.double()))
+        assert fast.back[0]._tac.weights == "uniform"
+    if mode == "preserve":
+        torch.testing.assert_close(*outputs)
+    else:
+        assert outputs[0].shape == outputs[1].shape
+
+
+def test_the_report_says_which_and_an_operator_alone_cannot_know():
+    net = awake(nn.Sequential(*block(2, 4), *block(4, 4)).eval(), X)
+    report = sj_tac.plan(net, MIXED)
+    assert "mixed weights: decay" in report["0"].detail
+    assert "mixed weights: uniform" in report["3"].detail
+    with pytest.raises(PolicyError, match="asks what a layer of a net reads"):
+        sj_tac.TACTP(conv(2, 4), norm(4), node("lif"), k=2, weights="mixed")

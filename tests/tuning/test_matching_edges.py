@@ -315,3 +315,23 @@ def test_scores_of_a_batch_first_net_that_puts_time_first():
     output = torch.rand(8, 12, 5)
     assert torch.equal(decoded(output, batch, None, ""), output.mean(0))
     assert torch.equal(decoded(output.transpose(0, 1), batch, None, ""), output.mean(0))
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (5, 3)])
+def test_outputs_that_look_like_scores_for_one_batch_alone_are_compared_as_numbers(sizes):
+    """[T, 3, 5, 1] summed over pixels is [T, 3, 5] whatever N is, which N = 3 makes look like scores."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = narrow()[:9]
+
+        def forward(self, x):
+            y = self.body(x)
+            return y.mean((1, 3, 4)).reshape(len(y), 3, -1)
+
+    fast = sj_tac.convert(Odd().eval(), "preserve", 4, example_input=X[:, :2])
+    # Every second sample is compared: as many of each batch as the sizes say.
+    done = sj_tac.match(fast, [frames(8, 2 * size, 2, 8, 8, seed=size) for size in sizes], progress=False)
+    assert done.before.agreement is None
+    assert done.held_out == 8
