@@ -31,4 +31,9 @@ def is_transformed() -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """True where nothing watches what is done to ``x``: no tracing, compiling, profiling or transform of torch's."""
-    return type(x) in _PLAIN and not is_compiling() and not is_transformed() and not _profiling()
+    # is_transformed, written out: a call of Python's costs about what a comparison of tensors does.
+    return (
+        type(x) in _PLAIN
+        and not is_compiling()
+        and not (_modes() > 0 or _tracing() is not None or _transform() is not None or _profiling())
+    )

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from sj_tac.host import dispatch
 
 
-class _Known(NamedTuple):
-    """Tensors and where their numbers lie; the same as arrays; their numbers, and the map that these give."""
+class _Number(NamedTuple):
+    """A tensor that was given, or None; where its numbers lay, as an array too, and what they were."""
 
-    places: list[tuple[Tensor, int]]
-    arrays: list[np.ndarray[Any, Any]]
-    numbers: list[Any]
-    found: tuple[Tensor, Tensor]
+    tensor: Tensor | None
+    place: int
+    array: np.ndarray[Any, Any]
+    bytes: bytes
 
 
 class Affine:
@@ -31,39 +31,43 @@ class Affine:
 
     def __init__(self) -> None:
         # Replaced as a whole: another thread may be reading it.
-        self._known: _Known | None = None
+        self._known: tuple[float, list[_Number], tuple[Tensor, Tensor]] | None = None
 
     def of(self, eps: float, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scale and shift [C]; tensors: running mean and variance, weight and bias or None, float32 on the CPU."""
-        known, given = self._known, [x for x in tensors if x is not None]
-        if known is not None and _lie_at(given, known.places):
-            places, arrays = known.places, known.arrays
-        else:
-            places = [(x, x.data_ptr()) for x in given]
-            # Views of tensors of their own, so that the memory stays while it is looked at.
-            arrays = [x.detach().numpy() for x in given]
-        numbers = [eps, *[x is None for x in tensors], *[x.tobytes() for x in arrays]]
-        if known is None or numbers != known.numbers:
-            each = iter(arrays)
-            with torch.inference_mode(False):  # it outlives the call that it was computed in
-                found = _affine_of_numbers(eps, *[None if x is None else next(each) for x in tensors])
-            known = self._known = _Known(places, arrays, numbers, found)
-        return known.found
+        known = self._known
+        if known is not None and known[0] == eps:
+            for x, (before, place, array, content) in zip(tensors, known[1], strict=True):
+                if x is not before or (x is not None and (x.data_ptr() != place or array.tobytes() != content)):
+                    break
+            else:
+                return known[2]
+        numbers = [_NOTHING if x is None else _number(x) for x in tensors]
+        arrays = [None if x.tensor is None else x.array for x in numbers]
+        with torch.inference_mode(False):  # it outlives the call that it was computed in
+            found = _affine_of_numbers(eps, *arrays)
+        self._known = eps, numbers, found
+        return found
 
 
-def _lie_at(tensors: list[Tensor], places: list[tuple[Tensor, int]]) -> bool:
-    same = [x is y and x.data_ptr() == at for x, (y, at) in zip(tensors, places, strict=False)]
-    return len(tensors) == len(places) and all(same)
+_NOTHING = _Number(None, 0, np.empty(0), b"")
+
+
+def _number(x: Tensor) -> _Number:
+    # A view of a tensor of its own, so that the memory stays while it is looked at.
+    array = x.detach().numpy()
+    return _Number(x, x.data_ptr(), array, array.tobytes())
 
 
 def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:
     """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
     # Past the module's own look-up, which costs more than the arithmetic; a parametrized weight is in neither.
     held = norm._parameters
-    weight, bias = [held[name] if name in held else getattr(norm, name) for name in ("weight", "bias")]
+    weight = held["weight"] if "weight" in held else norm.weight  # noqa: SIM401
+    bias = held["bias"] if "bias" in held else norm.bias  # noqa: SIM401
     mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
     numbers = var.device.type == "cpu" and var.dtype is torch.float32 and dispatch.is_plain(var)
-    if numbers and not dispatch.differentiates(weight, bias):
+    if numbers and not (torch.is_grad_enabled() and dispatch.differentiates(weight, bias)):
         return known.of(norm.eps, mean, var, weight, bias)
     invstd = 1 / torch.sqrt(var + norm.eps)
     scale = invstd if weight is None else weight * invstd

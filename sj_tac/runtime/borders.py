@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
 from sj_tac.errors import InputError
-from sj_tac.host import dispatch
+from sj_tac.host.dispatch import _modes, _tracing, _transform
 from sj_tac.kernels.weights import group_lengths
 
 
@@ -139,7 +139,10 @@ class Borders:
             or bool(every_module._global_forward_hooks or every_module._global_forward_pre_hooks)
             or torch.compiler.is_compiling()
             or (self.watched and torch.is_grad_enabled())
-            or dispatch.is_transformed()
+            # dispatch.is_transformed, written out: every module asks at every call.
+            or _modes() > 0
+            or _tracing() is not None
+            or _transform() is not None
         )
 
 

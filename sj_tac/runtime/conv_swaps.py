@@ -21,6 +21,7 @@ class TACTPConv2d(DriveModule, layer.Conv2d):
     """TAC-TP, "preserve": one convolution for k frames; its drive is shared, so T stays. [T, N, C, H, W] in and out."""
 
     _rank = 5
+    _run = DriveModule._run_2d
 
 
 class TACTPConv3d(DriveModule, layer.Conv3d):
@@ -32,18 +33,21 @@ class TACTPConv3d(DriveModule, layer.Conv3d):
 class TACTPConvTranspose1d(DriveModule, layer.ConvTranspose1d):
     """TAC-TP, "preserve", of a transposed convolution. [T, N, C, L] in and out."""
 
+    _counts_input = True
     _rank = 4
 
 
 class TACTPConvTranspose2d(DriveModule, layer.ConvTranspose2d):
     """TAC-TP, "preserve", of a transposed convolution. [T, N, C, H, W] in and out."""
 
+    _counts_input = True
     _rank = 5
 
 
 class TACTPConvTranspose3d(DriveModule, layer.ConvTranspose3d):
     """TAC-TP, "preserve", of a transposed convolution. [T, N, C, D, H, W] in and out."""
 
+    _counts_input = True
     _rank = 6
 
 
@@ -61,6 +65,7 @@ class TACConv2d(DriveModule, layer.Conv2d):
     """TAC, "collapse": one convolution for k frames, which are one behind the neuron. [T, N, C, H, W] in and out."""
 
     _rank = 5
+    _run = DriveModule._run_2d
 
 
 class TACConv3d(DriveModule, layer.Conv3d):
@@ -72,18 +77,21 @@ class TACConv3d(DriveModule, layer.Conv3d):
 class TACConvTranspose1d(DriveModule, layer.ConvTranspose1d):
     """TAC, "collapse", of a transposed convolution. [T, N, C, L] in and out."""
 
+    _counts_input = True
     _rank = 4
 
 
 class TACConvTranspose2d(DriveModule, layer.ConvTranspose2d):
     """TAC, "collapse", of a transposed convolution. [T, N, C, H, W] in and out."""
 
+    _counts_input = True
     _rank = 5
 
 
 class TACConvTranspose3d(DriveModule, layer.ConvTranspose3d):
     """TAC, "collapse", of a transposed convolution. [T, N, C, D, H, W] in and out."""
 
+    _counts_input = True
     _rank = 6
 
 
@@ -112,18 +120,21 @@ class TACTPFoldedConv3d(DriveModule, nn.Conv3d):
 class TACTPFoldedConvTranspose1d(DriveModule, nn.ConvTranspose1d):  # type: ignore[misc]
     """TAC-TP, "preserve", of torch's own transposed convolution. Folded frames [T * N, C, L] in and out."""
 
+    _counts_input = True
     _rank, _folds = 4, True
 
 
 class TACTPFoldedConvTranspose2d(DriveModule, nn.ConvTranspose2d):  # type: ignore[misc]
     """TAC-TP, "preserve", of torch's own transposed convolution. Folded frames [T * N, C, H, W] in and out."""
 
+    _counts_input = True
     _rank, _folds = 5, True
 
 
 class TACTPFoldedConvTranspose3d(DriveModule, nn.ConvTranspose3d):  # type: ignore[misc]
     """TAC-TP, "preserve", of torch's own transposed convolution. Folded frames [T * N, C, D, H, W] in and out."""
 
+    _counts_input = True
     _rank, _folds = 6, True
 
 
@@ -136,6 +147,10 @@ class TACTPFoldedLinear(DriveModule, nn.Linear):
 class _Container(DriveModule, layer.SeqToANNContainer):
     def inner(self) -> Any:
         return self[0]
+
+    @property
+    def _counts_input(self) -> bool:  # type: ignore[override]
+        return host.is_transposed(self[0])
 
     def macs(self) -> tuple[int, int] | None:
         # Pools behind the conv hide how large its own output was; the first run of the source net has seen it.

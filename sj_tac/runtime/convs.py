@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +63,8 @@ class DriveModule(Matchable):
     _rank = 0
     # One of torch's own layers, which takes folded frames [T * N, ...].
     _folds = False
+    # Each element of the input, not of the output, takes one filter's multiplications.
+    _counts_input = False
     in_channels: int
 
     def inner(self) -> Any:
@@ -71,15 +72,19 @@ class DriveModule(Matchable):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        if not host.is_multi_step(self):
+        held = self.__dict__
+        # host.is_multi_step, where it is quick to say so.
+        if held.get("_step_mode") != "m" and not host.is_multi_step(self):
             return self._layer(x)
-        drive, logits = self._tac, self._parameters.get(LOGITS)
+        drive, logits = self._tac, held["_parameters"].get(LOGITS)
         if drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
         if isinstance(x, Frames) and (x.folded is not None) is self._folds:
             wanted, summed = self._of_value(x, logits)
             groups, steps = wanted.groups, x.steps
-            self._check(summed)
+            shape = summed.shape
+            if len(shape) != self._rank or shape[2] != self.in_channels or not shape[0]:
+                check_frames(summed, self.inner(), drive.name)
         else:
             x = ordinary(x, drive.name)
             frames = self._frames(x)
@@ -94,7 +99,7 @@ class DriveModule(Matchable):
                 assert found is not None
                 drive.ran, summed, groups = "frames", drive.aggregate(frames, found), found.groups
         y = self._run(summed)
-        drive.seen = (steps, self._counted(summed, y))
+        drive.seen = (steps, summed.shape if self._counts_input else y.shape)
         return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
 
     def _layer(self, x: Tensor) -> Tensor:
@@ -108,6 +113,18 @@ class DriveModule(Matchable):
             return self._layer(frames)
         y = self._layer(frames.flatten(0, 1))
         return y.reshape(*frames.shape[:2], *y.shape[1:])
+
+    def _run_2d(self, frames: Tensor) -> Tensor:
+        """What ``layer.Conv2d`` computes on [G, N, C, H, W], without its way there, which costs as much as a small map."""
+        held = self._parameters
+        weight = held.get("weight")
+        # A subclass of the user's, and one that a parametrization made, have a forward of their own. Pruned weights are made
+        # anew on every call.
+        if "_run" not in type(self).__dict__ or weight is None or "bias" not in held:
+            return DriveModule._run(self, frames)
+        inner: Any = self
+        y: Tensor = inner._conv_forward(frames.flatten(0, 1), weight, held["bias"])
+        return y.view(frames.shape[:2] + y.shape[1:])
 
     def _frames(self, x: Tensor) -> Tensor | None:
         """What came as frames [T, N, ...]; None where they were folded and nobody knows how."""
@@ -136,11 +153,17 @@ class DriveModule(Matchable):
                 return wanted, drive.aggregate(x.expression.mapped(), wanted)
         wanted = drive.wants(single(x.steps), x.kind, logits)
         assert wanted is not None
-        if isinstance(x, Spikes) and x.sums and x.intact:
-            found = x.sums.get(wanted)
+        recorded = torch.is_grad_enabled()
+        looks = recorded or x._made is not None or x._viewed is not None
+        if isinstance(x, Spikes) and x.sums and (not looks or x.intact):
+            # The reader that was planned finds its own: to compare weights costs more than to look.
+            (planned, found), *_ = x.sums.items()
+            if planned is not wanted:
+                found = x.sums.get(wanted)  # type: ignore[assignment]
             if found is not None:
                 drive.ran = "sums"
-                x.note_use()
+                if recorded:
+                    x.note_use()
                 return wanted, found
         drive.ran = "frames of a value"
         found = x.frames(drive.name)
@@ -164,7 +187,7 @@ class DriveModule(Matchable):
             summed, lengths = self._sums_of_frames(frames, logits)
         y = self._run(summed)
         if not compiling:
-            drive.ran, drive.seen = "plain", (frames.shape[0], self._counted(summed, y))
+            drive.ran, drive.seen = "plain", (frames.shape[0], summed.shape if self._counts_input else y.shape)
         repeated = reference.repeat(y, lengths)
         return repeated.flatten(0, 1) if self._folds else repeated
 
@@ -175,13 +198,10 @@ class DriveModule(Matchable):
         # Behind a collapse all frames of a group are alike; their mean is what they are.
         compact = reference.mean_of_alike(x, lengths)
         steps = even(-(-x.shape[0] // drive.span.merged), drive.span.stretch)
-        wanted = drive.wants(Groups(steps.steps, tuple(lengths), drive.span.merged), (x.dtype, x.device), logits)
+        groups, keeps = Groups(steps.steps, tuple(lengths), drive.span.merged), not torch.compiler.is_compiling()
+        wanted = drive.wants(groups, (x.dtype, x.device), logits, keeps)
         assert wanted is not None
         return drive.aggregate(compact, wanted), wanted.groups.frames
-
-    def _counted(self, x: Tensor, y: Tensor) -> Sequence[int]:
-        """The shape whose every element takes one filter's multiplications."""
-        return x.shape if host.is_transposed(self.inner()) else y.shape
 
     def _check(self, x: Tensor) -> None:
         """Raise InputError where ``x`` is not frames that this layer takes."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.errors import PlanNotKeptWarning
 from sj_tac.kernels import aggregate as aggregation, reference
+from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.weights import decay_weights, learned_weights
 from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
@@ -97,24 +98,29 @@ class Drive:
             stacklevel=4,
         )
 
-    def wants(self, of: Groups, kind: tuple[torch.dtype, torch.device], logits: Tensor | None = None) -> Sums | None:
-        """What this conv sums of compact frames ``of``; None where ``k`` steps are no whole number of them."""
+    def wants(
+        self, of: Groups, kind: tuple[torch.dtype, torch.device], logits: Tensor | None = None, keeps: bool = True
+    ) -> Sums | None:
+        """What this conv sums of compact frames ``of``; None where ``k`` steps are no whole number of them.
+
+        ``keeps``: what was found before may be taken again, which a call that is compiled must not.
+        """
         first = of.steps[0]
         if self.k > first and self.k % first and len(of.steps) > 1:  # one group alone may be shorter than a whole one
             return None
-        wide = reference.accumulation_dtype(kind[0])
+        wide = WIDE.get(kind[0]) or reference.accumulation_dtype(kind[0])
         beta = host.decay(self.node, wide) if self.weights == "decay" else 0.0
         if isinstance(beta, Tensor) or logits is not None:
             source: Any = self.node.w if logits is None else logits
             tag = (id(source), -1 if source.is_inference() else source._version, torch.is_grad_enabled())
             return self._sums(of, beta, (wide, kind[1]), (self.weights, tag), logits)
         key = (of, kind, beta)
-        found = self._cache.get(key)
-        if found is None or torch.compiler.is_compiling():
+        found = self._cache.get(key) if keeps else None
+        if found is None:
             found = self._sums(of, beta, (wide, kind[1]), None, None)
             if len(self._cache) > 16:
                 self._cache.clear()
-            if type(found.flat) is Tensor and not torch.compiler.is_compiling():
+            if keeps and type(found.flat) is Tensor:
                 self._cache[key] = found
         return found
 
@@ -168,8 +174,8 @@ class Drive:
         if self.mode == "collapse" and self.spikes == "count":
             means = groups if groups.steps[0] > 1 else None
         value = Shared.of(SharedExpression(y, groups), means, folded)
-        value.maker = self
-        if self.merges and groups.steps[0] > 1:
+        value.__dict__["maker"] = self
+        if self.mode == "collapse" and self.merges and groups.steps[0] > 1:
             value.merges, value.normalize, value.means = True, self.normalize, None
         return value
 

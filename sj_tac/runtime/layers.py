@@ -108,19 +108,24 @@ class NormModule(_LearningNorm):
     _folds = False
 
     def forward(self, x: Tensor) -> Tensor:
-        usable = isinstance(x, Shared) and x.intact and x.is_bare and host.is_multi_step(self)
-        if not usable or host.uses_batch_statistics(self):
+        # Written out where that is quicker: Shared.is_bare, Frames.intact, host.is_multi_step, host.uses_batch_statistics.
+        recorded = torch.is_grad_enabled()
+        if not isinstance(x, Shared) or x.expression.residual is not None or (x.folded is not None) is not self._folds:
             return super().forward(ordinary(x, self._tac.name))
-        assert isinstance(x, Shared)
-        if (x.folded is not None) is not self._folds:
+        if (recorded or x._made is not None or x._viewed is not None) and not x.intact:
+            return super().forward(ordinary(x, self._tac.name))
+        held = self.__dict__
+        multi = held.get("_step_mode") == "m" or host.is_multi_step(self)
+        if not multi or held["_buffers"].get("running_mean") is None:
             return super().forward(ordinary(x, self._tac.name))
         expression = x.expression
-        x.note_use()
+        if recorded:
+            x.note_use()
         if not self.training and expression.affine is None:
             mapped = SharedExpression(expression.compact, expression.groups, host.affine(self, self._tac._affine))
             made = Shared.of(mapped, x.means, x.folded)
-            held = made.__dict__
-            held["maker"], held["merges"], held["normalize"] = x.maker, x.merges, x.normalize
+            noted = made.__dict__
+            noted["maker"], noted["merges"], noted["normalize"] = x.maker, x.merges, x.normalize
             return made
         return x.like(self._of_compact(expression.mapped(), expression.groups.frames), x.folded)
 

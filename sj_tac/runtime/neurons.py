@@ -18,6 +18,7 @@ from sj_tac import host
 from sj_tac.host import neuron
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import group_lengths, temporal_sum
+from sj_tac.runtime import straight
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.expressions import Made, SharedExpression, over
@@ -35,6 +36,7 @@ class Unit:
         pool: the pool behind it that ``fire`` does, or None; pools_later: the mean is taken at a pool further on.
         folded: its drives were folded, so that T is looked at.
         reader: the conv that sums are prepared for, or None.
+        launches: what straight.py has prepared, by what it was prepared for.
         ran: the kernel of the last call, or why it ran as the host's own steps.
         gave: "sums", "means", "frames" or "plain"; made: who had frames made, how often.
     """
@@ -52,11 +54,12 @@ class Unit:
     gave: str = ""
     made: Counter[str] = field(default_factory=Counter)
     reader: weakref.ref[nn.Module] | None = None
+    launches: dict[Any, straight.Prepared] = field(default_factory=dict, repr=False)
     _means: dict[Any, tuple[Tensor, int]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # A unit alone must not drag its readers along; the root links them again (root.py).
-        return self.__dict__ | {"reader": None, "_means": {}, "made": Counter(self.made)}
+        return self.__dict__ | {"reader": None, "launches": {}, "_means": {}, "made": Counter(self.made)}
 
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
@@ -64,10 +67,13 @@ class Unit:
     def wanted(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> Sums | None:
         """What the planned reader will sum of the frames of ``groups``; None where it reads frames."""
         conv: Any = self.reader() if self.reader is not None else None
-        if not isinstance(conv, DriveModule) or not host.is_multi_step(conv):
+        if not isinstance(conv, DriveModule):
             return None
-        found = conv._tac.wants(groups.stepwise(), kind, conv._parameters.get(LOGITS))
-        return None if found is None or found.sums_nothing else found
+        if conv.__dict__.get("_step_mode") != "m" and not host.is_multi_step(conv):
+            return None
+        steps = single(sum(groups.steps)) if groups.frames is groups.steps else groups.stepwise()
+        found = conv._tac.wants(steps, kind, conv._parameters.get(LOGITS))
+        return None if found is None or len(found.groups.steps) == len(found.of.steps) else found
 
     def mean_weights(self, means: Groups, kind: tuple[torch.dtype, torch.device]) -> tuple[Tensor, int]:
         """One weight for each step, whose sums are the means of ``means``; and steps in a whole group."""
@@ -99,12 +105,22 @@ class UnitModule(neuron.BaseNode):
     def single_step_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().single_step_forward(ordinary(x, self._tac.name), *args, **kwargs)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # What the host's forward does, past its properties; a subclass of the user's may have another.
+        if type(self) in OWN and self.__dict__.get("_step_mode") == "m":
+            return self.multi_step_forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
     def multi_step_forward(self, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
         unit = self._tac
         if unit.folded:
             unit.borders.check(x_seq, unit.name)
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
+        if type(x_seq) is Shared and not torch.is_grad_enabled() and not args and not kwargs:
+            found = straight.run(self, unit, x_seq)
+            if found is not None:
+                return found
         problem = host.neuron_problem(self) or ("it is called with more than its drive" if args or kwargs else "")
         surrogate = self._modules.get("surrogate_function")  # a bare function is no module
         if surrogate is not None and (surrogate._forward_hooks or surrogate._forward_pre_hooks):
@@ -174,7 +190,7 @@ class UnitModule(neuron.BaseNode):
             out, last = run(pool, None, 1)
             host.put_state(self, last, [])
             unit.gave = "frames"
-            frames = Made(run.again(pool, None, 1).function, run.given, out)
+            frames = Made(run.again(pool, None, 1).on, run.given, out)
             inner = Spikes.of(frames, tuple(out.shape), out)
         else:
             out, last = run(pool, wanted.flat, wanted.size)
@@ -217,7 +233,7 @@ class UnitModule(neuron.BaseNode):
             out, last = run(None, None, 1)
             host.put_state(self, last, [])
             unit.gave = "frames"
-            later = Spikes.of(Made(run.again(None, None, 1).function, run.given, out), shape, out)
+            later = Spikes.of(Made(run.again(None, None, 1).on, run.given, out), shape, out)
             later.means = means
             return later
         weights, size = unit.mean_weights(means, (y.dtype, y.device))
@@ -302,3 +318,4 @@ UNIT_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     neuron.IFNode: TACIFNode,
     neuron.ParametricLIFNode: TACParametricLIFNode,
 }
+OWN = frozenset(UNIT_SWAPS.values())

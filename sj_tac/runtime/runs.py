@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sj_tac.errors import StaleValueError
-from sj_tac.host import dispatch
 from sj_tac.kernels import fire as kernels
-from sj_tac.runtime.expressions import Computed
+from sj_tac.runtime.expressions import Expression
 
 
 class Inputs(NamedTuple):
@@ -23,13 +23,21 @@ class Inputs(NamedTuple):
     shift: Tensor | None
     w: Tensor | None
 
-    def given(self) -> tuple[Tensor, ...]:
-        return tuple([x for x in self if x is not None])
-
     def of(self, tensors: tuple[Tensor, ...]) -> Inputs:
         """The same with other tensors in the places of those that are given."""
         found = iter(tensors)
         return Inputs(*[None if x is None else next(found) for x in self])  # type: ignore[arg-type]
+
+
+class Again(Expression):
+    """What another call of a run would give, as a function of the run's tensors."""
+
+    def __init__(self, run: Run, pool: Any, weights: Tensor | None, size: int) -> None:
+        self.run, self.options = run, (pool, weights, size)
+        self.inputs = run.given
+
+    def on(self, *inputs: Tensor) -> Tensor:
+        return self.run.as_it_was()(*self.options, self.run.inputs.of(inputs))[0]
 
 
 class Run:
@@ -51,10 +59,26 @@ class Run:
             residual = None if inputs.residual is None else _as_maps(inputs.residual)
             inputs = inputs._replace(y=_as_maps(inputs.y), v=v, residual=residual)
         self.inputs, self.merges, self.normalize = inputs, merges, normalize
-        self.given = inputs.given()
-        self.wants = dispatch.differentiates(*inputs)
-        self._numbers = _numbers(node)
-        self._versions = [None if x.is_inference() else x._version for x in self._read()]
+        # Without helpers: every layer of every call makes a run.
+        given, versions, recorded, self.wants = [], [], torch.is_grad_enabled(), False
+        for x in inputs:
+            if x is not None:
+                given.append(x)
+                versions.append(None if x.is_inference() else x._version)
+                if recorded and x.requires_grad:
+                    self.wants = True
+        held = node.__dict__
+        threshold = held.get("v_threshold")
+        if threshold is None:
+            threshold = node.v_threshold
+        if isinstance(threshold, Tensor):
+            versions.append(None if threshold.is_inference() else threshold._version)
+        self.given, self._versions = tuple(given), versions
+        numbers = {}
+        for name in _NUMBERS:
+            if name in held:
+                numbers[name] = held[name]
+        self._numbers = numbers, held["_modules"].get("surrogate_function")
 
     def __call__(self, pool: Any, weights: Tensor | None, size: int, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
         """Pooled frames or sums of ``size`` steps, in the frames' own dimensions; and the last voltages."""
@@ -73,20 +97,17 @@ class Run:
             out, last = out.reshape(-1, *self.frame), last.reshape(self.frame)
         return out, last
 
-    def again(self, pool: Any, weights: Tensor | None, size: int) -> Computed:
+    def again(self, pool: Any, weights: Tensor | None, size: int) -> Again:
         """What another call would give, as an expression of the run's tensors."""
 
-        def fire(*tensors: Tensor) -> Tensor:
-            return self._as_it_was()(pool, weights, size, self.inputs.of(tensors))[0]
-
-        return Computed(fire, self.given)
+        return Again(self, pool, weights, size)
 
     def _read(self) -> tuple[Tensor, ...]:
         """Every tensor that the run reads, a trained threshold among them."""
         threshold = self.node.v_threshold
         return (*self.given, threshold) if isinstance(threshold, Tensor) else self.given
 
-    def _as_it_was(self) -> Run:
+    def as_it_was(self) -> Run:
         """This run, of a neuron that has the numbers of then. Raises StaleValueError where its tensors were changed."""
         then = copy.copy(self)
         then.node = copy.copy(self.node)
@@ -106,13 +127,8 @@ class Run:
         return then
 
 
+# What a step of a neuron depends on besides tensors, read past torch's slow look-up; and its surrogate, if that is a module.
 _NUMBERS = ("v_threshold", "v_reset", "detach_reset", "tau", "decay_input", "surrogate_function")
-
-
-def _numbers(node: Any) -> tuple[dict[str, Any], Any]:
-    """What a step of a neuron depends on besides tensors, read past torch's slow look-up; a surrogate that is a module."""
-    held = node.__dict__
-    return {name: held[name] for name in _NUMBERS if name in held}, held["_modules"].get("surrogate_function")
 
 
 def _as_maps(x: Tensor) -> Tensor:

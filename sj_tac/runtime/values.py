@@ -250,7 +250,8 @@ class Shared(Frames):
     @staticmethod
     def of(expression: SharedExpression, means: Groups | None = None, folded: int | None = None) -> Shared:
         """The value of an expression, in its dtype and on its device."""
-        compact, steps = expression.compact, expression.groups.total
+        compact, groups = expression.compact, expression.groups
+        steps = sum(groups.frames)
         shape = (steps, *compact.shape[1:]) if folded is None else (steps * compact.shape[1], *compact.shape[2:])
         made = Shared._born(expression, shape, compact, steps, folded)
         if means is not None:

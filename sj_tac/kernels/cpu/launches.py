@@ -1,0 +1,79 @@
+"""``fire`` forward on the CPU, prepared once for drives of one shape and one neuron: a call makes arrays and runs it.
+
+What ``fire.forward`` finds out on every call costs as much as a small map itself: checks, numbers of the neuron, shapes,
+and which kernel it is. A launch knows all that; whoever keeps one must ask for another where any of it has changed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sj_tac.kernels.checks import check_fire, emitted_shape
+from sj_tac.kernels.cpu import fire, forward as kernel
+from sj_tac.kernels.cpu.arguments import Inputs, Outputs
+from sj_tac.kernels.cpu.threads import ALONE, flat, share, vector
+from sj_tac.kernels.layout import RUNS, is_channels_last
+from sj_tac.kernels.operands import Operands
+from sj_tac.kernels.pools import in_tiles
+
+
+class Launch:
+    """The forward of ``fire`` for operands like those it was made of.
+
+    What may be other in a call are the numbers in the tensors of drives, voltages, scale and shift. Their shapes, dtypes
+    and memory formats, and which of them are None, may not; voltages may lie in either format.
+    """
+
+    __slots__ = (
+        *("affine", "dense", "frame", "last", "layout", "neuron", "none", "out", "rest", "shape", "size", "units", "v"),
+        "work",
+    )
+
+    def __init__(self, o: Operands) -> None:
+        """Raises ValueError where the operands do not fit each other, or are not for the tile kernels."""
+        check_fire(o)
+        if not in_tiles(o.y, o.pool, o.window) or o.residual is not None or not o.y.numel():
+            raise ValueError("a launch is made for drives without residual that the tile kernels run")
+        y = o.y
+        self.last = is_channels_last(y)
+        self.dense = y.is_contiguous()
+        self.shape = emitted_shape(o)
+        self.out, self.v = self._lying(self.shape), self._lying(tuple(y.shape[1:]))
+        self.none = vector(None, y)
+        self.neuron, self.layout = fire._neuron_of(o), fire._tiles(o, self.last)
+        steps = fire._steps_of(tuple(o.lengths))
+        # In the order of Inputs, behind the voltages.
+        self.rest = (steps, fire._linear(o).copy(), vector(o.weights, y).copy(), o.group)
+        self.size, self.frame = y.numel(), y[0].numel()
+        self.affine = 0 if o.scale is None else y.shape[2]
+        self.units = math.prod(self.out[1:])
+        self.work = self.frame * sum(o.lengths)
+
+    def _lying(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape in the order in which its numbers lie."""
+        return (*shape[:-3], shape[-2], shape[-1], shape[-3]) if self.last else shape
+
+    def __call__(self, y: Tensor, v0: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Output and last voltages, as ``fire`` gives them."""
+        dtype = y.dtype
+        out, v = torch.empty(self.out, dtype=dtype), torch.empty(self.v, dtype=dtype)
+        none = self.none
+        drives = y.numpy().reshape(-1) if self.dense else flat(y, self.last, y)
+        voltages = none if v0 is None else flat(v0, self.last, y)
+        scales = none if scale is None else scale.numpy() if scale.is_contiguous() else vector(scale, y)
+        shifts = none if shift is None else shift.numpy() if shift.is_contiguous() else vector(shift, y)
+        # The kernel reads without looking.
+        assert (drives.size, scales.size, shifts.size) == (self.size, self.affine, self.affine)
+        assert v0 is None or voltages.size == self.frame
+        # Past NamedTuple's own function.
+        read = tuple.__new__(Inputs, (drives, none, scales, shifts, voltages, *self.rest))
+        written = tuple.__new__(Outputs, (out.numpy().reshape(-1), v.numpy().reshape(-1)))
+        if self.work < ALONE:
+            kernel.forward.serial(0, self.units, read, self.neuron, self.layout, written)
+        else:
+            share(kernel.forward, self.units, self.work, read, self.neuron, self.layout, written)
+        RUNS["fire", "numba"] += 1
+        return (out.movedim(-1, -3), v.movedim(-1, -3)) if self.last else (out, v)

@@ -1,0 +1,236 @@
+"""The short way to the kernel: taken where all is as before, and never with anything of before where something changed."""
+
+import sys
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from torch import nn
+
+import sj_tac
+from sj_tac.runtime import straight
+from sj_tac.runtime.borders import definition
+from sj_tac.runtime.convs import DriveModule
+
+
+def awake(node=None, pool=None, layers=3):
+    """Conv -> BN -> neuron [-> pool], whose neurons fire; seeded by the caller."""
+    modules = []
+    for i in range(layers):
+        modules += [layer.Conv2d(2 if i == 0 else 8, 8, 3, padding=1, bias=False), layer.BatchNorm2d(8)]
+        modules[-1].running_mean.uniform_(-0.2, 0.2)
+        modules[-1].running_var.uniform_(0.02, 0.1)
+        nn.init.uniform_(modules[-1].bias, 0.0, 0.6)
+        modules += [node() if node else neuron.LIFNode(surrogate_function=surrogate.ATan(), detach_reset=True)]
+        modules += [pool()] if pool else []
+    net = nn.Sequential(*modules)
+    functional.set_step_mode(net, "m")
+    return net.eval()
+
+
+def compare(net, x, exact=True):
+    """The fused net, twice in a row without a reset, against its definition, bit by bit; returns the rate of the output."""
+    with torch.no_grad():
+        functional.reset_net(net)
+        found = [net(x).clone(), net(x).clone()]
+        voltages = [m.v.clone() for m in net.modules() if isinstance(m, neuron.BaseNode)]
+        functional.reset_net(net)
+        with definition(net):
+            expected = [net(x).clone(), net(x).clone()]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, atol=1e-5)
+        for ours, m in zip(voltages, (m for m in net.modules() if isinstance(m, neuron.BaseNode)), strict=True):
+            torch.testing.assert_close(ours, m.v)
+        functional.reset_net(net)
+    return found[0].mean().item()
+
+
+def launches(net):
+    """How many launches the units of a net keep."""
+    units = [m._tac for m in net.modules() if isinstance(m, neuron.BaseNode)]
+    return sum(found is not straight.NONE for unit in units for found in unit.launches.values())
+
+
+NEURONS = {
+    "LIF": lambda: neuron.LIFNode(surrogate_function=surrogate.ATan()),
+    "IF soft": lambda: neuron.IFNode(v_reset=None, surrogate_function=surrogate.ATan()),
+    "PLIF": lambda: neuron.ParametricLIFNode(surrogate_function=surrogate.ATan()),
+    "LIF no decay": lambda: neuron.LIFNode(decay_input=False, v_reset=-0.1, v_threshold=0.8),
+}
+POOLS = {"none": None, "max": lambda: layer.MaxPool2d(2), "avg": lambda: layer.AvgPool2d(2)}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", NEURONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_gives_what_the_definition_gives(kind, pool, dtype):
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(NEURONS[kind], POOLS[pool], 2).to(dtype), "preserve", 2)
+    for shape in ((6, 2, 2, 16, 16), (5, 2, 2, 16, 16), (6, 3, 2, 8, 12)):
+        rate = compare(net, (torch.rand(shape) < 0.4).to(dtype))
+        assert 0.02 < rate < 0.9
+    # Three shapes in two layers, unless the pool is one of the other kernels'.
+    assert launches(net) == (0 if pool == "avg" else 6)
+
+
+def test_channels_last():
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(pool=POOLS["max"], layers=2).to(memory_format=torch.channels_last), "preserve", 2)
+    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    assert compare(net, x) > 0.02
+    last = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (6, 2))
+    assert compare(net, last) > 0.02
+    assert launches(net)
+
+
+def each(net, kind):
+    return [m for m in net.modules() if isinstance(m, kind)]
+
+
+def write(change):
+    def changed(net):
+        for node in each(net, neuron.BaseNode):
+            change(node)
+
+    return changed
+
+
+CHANGES = {
+    "v_threshold": write(lambda m: setattr(m, "v_threshold", 0.7)),
+    "v_reset": write(lambda m: setattr(m, "v_reset", -0.3)),
+    "soft reset": write(lambda m: setattr(m, "v_reset", None)),
+    "tau": write(lambda m: setattr(m, "tau", 3.0)),
+    "a tau that is a tensor": write(lambda m: setattr(m, "tau", torch.tensor(3.0))),
+    "decay_input": write(lambda m: setattr(m, "decay_input", False)),
+    "another surrogate": write(lambda m: setattr(m, "surrogate_function", surrogate.Sigmoid(spiking=False))),
+    "store_v_seq": write(lambda m: setattr(m, "store_v_seq", True)),
+    "a statistic, through .data": lambda net: [m.running_mean.data.sub_(0.1) for m in each(net, nn.BatchNorm2d)],
+    "a weight": lambda net: [m.weight.data.mul_(1.3) for m in each(net, nn.Conv2d)],
+    "another weight": lambda net: [setattr(m, "weight", nn.Parameter(m.weight * 1.2)) for m in each(net, nn.Conv2d)],
+    "a norm's bias": lambda net: [m.bias.data.add_(0.2) for m in each(net, nn.BatchNorm2d)],
+    "a pool's padding": lambda net: [setattr(m, "padding", 1) for m in each(net, nn.MaxPool2d)],
+    "a pool's stride": lambda net: [setattr(m, "stride", [1, 1]) for m in each(net, nn.MaxPool2d)],
+    "k": lambda net: sj_tac.set_k(net, 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("pool", ["none", "max"])
+def test_what_changes_between_two_calls_is_seen(change, pool):
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(pool=POOLS[pool]), "preserve", 2)
+    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    compare(net, x)
+    with torch.no_grad():
+        before = net(x).clone()
+        CHANGES[change](net)
+        functional.reset_net(net)
+        after = net(x)
+    assert compare(net, x, exact=change != "another surrogate") > 0.001
+    if "pool" not in change and change != "store_v_seq":
+        assert not torch.equal(before, after)
+
+
+def test_a_plifs_time_constant_written_through_data():
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(NEURONS["PLIF"]), "preserve", 2)
+    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    compare(net, x)
+    with torch.no_grad():
+        before = net(x).clone()
+        for node in each(net, neuron.BaseNode):
+            node.w.data.fill_(1.5)
+        functional.reset_net(net)
+        assert not torch.equal(before, net(x))
+    assert compare(net, x) > 0.02
+
+
+def test_a_state_of_the_users_own_is_taken():
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(), "preserve", 2)
+    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    v = [torch.rand(2, 8, 16, 16) for _ in range(3)]
+    found = []
+    with torch.no_grad():
+        net(x)
+        for way in (None, definition):
+            functional.reset_net(net)
+            for node, state in zip(each(net, neuron.BaseNode), v, strict=True):
+                node.v = state.clone() if way else state.clone().contiguous(memory_format=torch.channels_last)
+            if way:
+                with way(net):
+                    found.append(net(x))
+            else:
+                found.append(net(x))
+    assert torch.equal(*found)
+
+
+def test_frames_can_still_be_made():
+    """A hook that reads a unit's output gets the spikes of the call, also where the neuron has changed since."""
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(pool=POOLS["max"]), "preserve", 2)
+    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    values, expected = [], []
+    with torch.no_grad():
+        net(x)
+        functional.reset_net(net)
+        hook = net[2].register_forward_hook(lambda m, a, out: values.append(out))
+        net(x)
+        hook.remove()
+        net[2].v_threshold = 0.2
+        functional.reset_net(net)
+        read = values[0][:]
+        net[2].v_threshold = 1.0
+        hook = net[2].register_forward_hook(lambda m, a, out: expected.append(out.clone()))
+        with definition(net):
+            net(x)
+        hook.remove()
+    assert torch.equal(read, expected[0])
+
+
+def test_gradients_after_calls_without():
+    """Calls of both kinds take turns: the one with gradients is not the short way."""
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(), "preserve", 2)
+    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    compare(net, x)
+    gradients = []
+    for way in (None, definition):
+        functional.reset_net(net)
+        net.zero_grad()
+        if way:
+            with way(net):
+                net(x).mean().backward()
+        else:
+            net(x).mean().backward()
+        gradients.append([p.grad.clone() for p in net.parameters()])
+    assert max(g.abs().max() for g in gradients[0]) > 0
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_few_frames_of_python_from_the_conv_to_the_kernel():
+    torch.manual_seed(0)
+    net = sj_tac.convert(awake(), "preserve", 2)
+    x = (torch.rand(6, 1, 2, 4, 4) < 0.4).float()
+    counts, running = [], False
+
+    def watch(frame, event, argument):
+        nonlocal running
+        if event == "call" and frame.f_code is DriveModule.forward.__code__:
+            running = True
+            counts.append(0)
+        if event == "call" and running:
+            running = not frame.f_code.co_filename.endswith("kernels/cpu/forward.py")
+            counts[-1] += running
+
+    with torch.no_grad():
+        net(x)
+        functional.reset_net(net)
+        sys.setprofile(watch)
+        try:
+            net(x)
+        finally:
+            sys.setprofile(None)
+    assert len(counts) == 3
+    assert max(counts[1:]) <= 40
