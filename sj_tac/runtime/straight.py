@@ -56,7 +56,6 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         or x.folded is not None
         or x.means is not None
         or x.merges
-        or x.expression.residual is not None
         or type(y) is not Tensor
         or y.requires_grad
         or len(y.shape) != 5
@@ -117,14 +116,18 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     scale, shift = x.expression.affine or (None, None)
     if scale is not None and (scale.dtype is not dtype or scale.requires_grad):
         return None
+    residual = None if x.expression.residual is None else x.expression.residual.make()
+    if residual is not None and (type(residual) is not Tensor or residual.dtype is not dtype or residual.requires_grad):
+        return None
     pool = None if unit.pool is None else _options(unit.pool)
     # Past NamedTuple's own function.
-    inputs: Inputs = tuple.__new__(Inputs, (y, v, None, scale, shift, node._parameters.get("w")))
-    key = groups, shape, y.stride(), x.kind, scale is None, numbers, pool, unit.backend
+    inputs: Inputs = tuple.__new__(Inputs, (y, v, residual, scale, shift, node._parameters.get("w")))
+    added = None if residual is None else residual.shape
+    key = groups, shape, y.stride(), x.kind, scale is None, added, numbers, pool, unit.backend
     found = _prepared(unit, node, inputs, groups, key)
     if found is NONE:
         return None
-    out, last = found.launch(y, v, scale, shift)
+    out, last = found.launch(y, v, residual, (scale, shift))
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None
@@ -167,7 +170,7 @@ def _value(node: Any, unit: Unit, found: Prepared, inputs: Inputs, out: Tensor) 
 
 def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums | None) -> Prepared | None:
     """A launch for such inputs; None where the kernels of the CPU, or their tiles, are not what runs."""
-    y, v, _, scale, shift, _ = inputs
+    y, v, residual, scale, shift, _ = inputs
     window = None if unit.pool is None else host.pool_window(unit.pool)
     if not y.numel() or (window is None) is not (unit.pool is None):
         return None
@@ -176,7 +179,7 @@ def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums
         return None
     lengths = list(groups.steps)
     weights, size = (None, 1) if wanted is None else (wanted.flat, wanted.size)
-    call = kernels.Call(y, node, lengths, v, None, scale, shift, unit.pool, weights, size)
+    call = kernels.Call(y, node, lengths, v, residual, scale, shift, unit.pool, weights, size)
     o = kernels.operands(call, None)
     if not in_tiles(y, o.pool, o.window):
         return None

@@ -23,20 +23,22 @@ from sj_tac.kernels.pools import in_tiles
 class Launch:
     """The forward of ``fire`` for operands like those it was made of.
 
-    What may be other in a call are the numbers in the tensors of drives, voltages, scale and shift. Their shapes, dtypes
-    and memory formats, and which of them are None, may not; voltages may lie in either format.
+    What may be other in a call are the numbers in the tensors of drives, voltages, residual, scale and shift. Their
+    shapes, dtypes and memory formats, and which of them are None, may not; voltages and residual may lie in any format.
     """
 
+    # fmt: off
     __slots__ = (
-        *("affine", "dense", "frame", "last", "layout", "neuron", "none", "out", "rest", "shape", "size", "units", "v"),
-        "work",
+        "added", "affine", "dense", "frame", "last", "layout", "neuron", "none", "out", "rest", "shape", "size", "units",
+        "v", "work",
     )
+    # fmt: on
 
     def __init__(self, o: Operands) -> None:
         """Raises ValueError where the operands do not fit each other, or are not for the tile kernels."""
         check_fire(o)
-        if not in_tiles(o.y, o.pool, o.window) or o.residual is not None or not o.y.numel():
-            raise ValueError("a launch is made for drives without residual that the tile kernels run")
+        if not in_tiles(o.y, o.pool, o.window) or not o.y.numel():
+            raise ValueError("a launch is made for drives that the tile kernels run")
         y = o.y
         self.last = is_channels_last(y)
         self.dense = y.is_contiguous()
@@ -51,25 +53,29 @@ class Launch:
         self.affine = 0 if o.scale is None else y.shape[2]
         self.units = math.prod(self.out[1:])
         self.work = self.frame * sum(o.lengths)
+        self.added = 0 if o.residual is None else self.work
 
     def _lying(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape in the order in which its numbers lie."""
         return (*shape[:-3], shape[-2], shape[-1], shape[-3]) if self.last else shape
 
-    def __call__(self, y: Tensor, v0: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Output and last voltages, as ``fire`` gives them."""
+    def __call__(
+        self, y: Tensor, v0: Tensor | None, residual: Tensor | None, affine: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Output and last voltages, as ``fire`` gives them; ``affine``: scale and shift."""
         dtype = y.dtype
         out, v = torch.empty(self.out, dtype=dtype), torch.empty(self.v, dtype=dtype)
-        none = self.none
+        none, (scale, shift) = self.none, affine
         drives = y.numpy().reshape(-1) if self.dense else flat(y, self.last, y)
+        added = none if residual is None else flat(residual, self.last, y)
         voltages = none if v0 is None else flat(v0, self.last, y)
         scales = none if scale is None else scale.numpy() if scale.is_contiguous() else vector(scale, y)
         shifts = none if shift is None else shift.numpy() if shift.is_contiguous() else vector(shift, y)
         # The kernel reads without looking.
-        assert (drives.size, scales.size, shifts.size) == (self.size, self.affine, self.affine)
+        assert (drives.size, added.size, scales.size, shifts.size) == (self.size, self.added, self.affine, self.affine)
         assert v0 is None or voltages.size == self.frame
         # Past NamedTuple's own function.
-        read = tuple.__new__(Inputs, (drives, none, scales, shifts, voltages, *self.rest))
+        read = tuple.__new__(Inputs, (drives, added, scales, shifts, voltages, *self.rest))
         written = tuple.__new__(Outputs, (out.numpy().reshape(-1), v.numpy().reshape(-1)))
         if self.work < ALONE:
             kernel.forward.serial(0, self.units, read, self.neuron, self.layout, written)
