@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sj_tac import functional as functional
     from sj_tac.batchnorm import freeze_bn, recalibrate
+    from sj_tac.capturing import Captured, capture
     from sj_tac.conversion import convert, plan, report, restore, set_k
     from sj_tac.host import register_affine, register_neuron
     from sj_tac.operators import TAC, TACTP
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "TAC",
     "TACTP",
+    "Captured",
     "Diagnosis",
     "Evidence",
     "KSchedule",
@@ -33,6 +35,7 @@ __all__ = [
     "Rule",
     "Sensitivity",
     "Verdict",
+    "capture",
     "convert",
     "diagnose",
     "freeze_bn",
@@ -55,6 +58,7 @@ _HOMES = {
     "policy": ("Policy", "Rule"),
     "verdicts": ("Reason", "Report", "Verdict"),
     "batchnorm": ("freeze_bn", "recalibrate"),
+    "capturing": ("Captured", "capture"),
     "conversion": ("convert", "plan", "report", "restore", "set_k"),
     "schedule": ("KSchedule",),
     "host": ("register_affine", "register_neuron"),

@@ -57,6 +57,10 @@ class WriteError(SjTacError, OSError):
     policy: Any = None
 
 
+class CaptureError(SjTacError, RuntimeError):
+    """A net's call that cannot be recorded as a CUDA graph, or that was recorded of another net than it is now."""
+
+
 class BatchNormMovedWarning(UserWarning):
     """Running statistics were updated on aggregated frames, so they no longer fit the layer at another k."""
 

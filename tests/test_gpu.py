@@ -8,6 +8,7 @@ from spikingjelly.activation_based import functional
 from support import csnn, frames
 
 import sj_tac
+from sj_tac.errors import CaptureError
 from sj_tac.kernels.cpu.threads import RUNS
 from sj_tac.kernels.gpu import launch as cupy_launch
 from sj_tac.runtime.runs import Run
@@ -191,3 +192,33 @@ def test_diagnosing_searching_and_recalibrating_there():
     assert not torch.equal(fast[1].running_var, before["1.running_var"])
     sj_tac.recalibrate(fast, undo=True)
     assert all(torch.equal(before[key], value) for key, value in fast.state_dict().items())
+
+
+@pytest.mark.parametrize("state", ["reset", "carried"])
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+def test_a_captured_call_replays_what_the_net_computes(policy, state):
+    _, fast, x = on_device(policy, 2)
+    xs = [x, x.flip(0), x.roll(1, 1)]
+    call = sj_tac.capture(fast, x, state=state)
+    found = [call(part) for part in xs]
+    functional.reset_net(fast)
+    with torch.no_grad():
+        for part, out in zip(xs, found, strict=True):
+            if state == "reset":
+                functional.reset_net(fast)
+            assert torch.equal(out, fast(part))
+
+
+def test_a_forward_that_waits_cannot_be_captured():
+    class Waiting(torch.nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            y = self.net(x)
+            return y * 2 if bool(y.sum() > 0) else y
+
+    _, fast, x = on_device("preserve", 2)
+    with pytest.raises(CaptureError, match="cannot be recorded"):
+        sj_tac.capture(Waiting(fast).eval(), x)

@@ -1,0 +1,189 @@
+"""A net's inference as a CUDA graph: the kernels of one call are recorded once, and replayed without Python."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from sj_tac import host
+from sj_tac.errors import CaptureError, InputError
+
+# Calls before the recording: kernels are compiled and chosen, and libraries get their memory.
+WARM_UP = 3
+_NUMBERS = ("v_threshold", "v_reset", "tau", "decay_input", "detach_reset", "_store_v_seq", "_step_mode")
+
+
+def capture(net: nn.Module, example: Tensor, *, state: Literal["reset", "carried"] = "reset") -> Captured:
+    """Record a net's inference on ``example`` as a CUDA graph, and return a callable that replays it.
+
+    Python and launches cost more than small maps do on a GPU; a replay has neither. The kernels are those of the call that
+    was recorded, so that shapes, weights and options must stay: every call looks whether they have.
+
+    Args:
+        net: a net in eval mode whose parameters are on the GPU, converted or not. It is left at rest.
+        example: frames [T, N, C, H, W] on the GPU, or what else the net takes as its only argument; its numbers do not
+            matter.
+        state: "reset": every call begins at rest, as after ``functional.reset_net``. "carried": a call goes on from the
+            voltages of the call before it, as a stream of chunks does; ``reset()`` of the callable puts them at rest.
+
+    Returns:
+        ``Captured``: ``captured(x)`` gives what ``net(x)`` gives without gradients, in tensors of its own.
+
+    Raises:
+        CaptureError: no CUDA tensor, a net in training mode, or a forward that waits for the GPU.
+        InputError: an example that is no tensor.
+
+    Source: CUDA graphs as torch.cuda.CUDAGraph has them.
+    """
+    if not isinstance(example, Tensor):
+        raise InputError(f"capture takes one tensor as the example, got {type(example).__name__}")
+    if state not in ("reset", "carried"):
+        raise CaptureError(f'state={state!r}: "reset" begins every call at rest, "carried" goes on from the call before')
+    if net.training:
+        raise CaptureError("capture records inference, and the net is in training mode; call net.eval() first")
+    _check_device(example)
+    return Captured(net, example, state == "carried")
+
+
+class Captured:
+    """A net's call as a CUDA graph, made by ``capture``."""
+
+    def __init__(self, net: nn.Module, example: Tensor, carried: bool) -> None:
+        self.net, self.carried = net, carried
+        self._x = example.detach().clone()
+        self._states: list[tuple[Any, str, Tensor, Any]] = []
+        with torch.no_grad(), _all_frames(net):
+            if carried:
+                self._states = _states(net, self._x)
+            try:
+                self._out, self._replay = _record(self._run, self._x.device)
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise CaptureError(
+                    f"this net's call cannot be recorded as a CUDA graph: {type(error).__name__}: {error}. A forward that "
+                    "reads numbers of the GPU (item, nonzero, bool of a tensor) or makes tensors on the host has to wait, "
+                    "which a graph cannot; call the net itself"
+                ) from error
+            finally:
+                host.reset(net)
+        self._known = _fingerprint(net)
+        self.reset()
+
+    def _run(self) -> Any:
+        """One call, from static tensors into static tensors."""
+        if not self.carried:
+            host.reset(self.net)
+        for module, name, held, _ in self._states:
+            module._memories[name] = held
+        out = self.net(self._x)
+        for module, name, held, _ in self._states:
+            held.copy_(module._memories[name])
+        return out
+
+    def __call__(self, x: Tensor) -> Any:
+        """What ``net(x)`` gives, in tensors of its own.
+
+        Raises:
+            InputError: another shape, dtype or device than the example's. CaptureError: the net was changed since.
+        """
+        known = self._x
+        if not isinstance(x, Tensor) or x.shape != known.shape or x.dtype != known.dtype or x.device != known.device:
+            found = f"{list(x.shape)} of {x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"this call was captured for {list(known.shape)} of {known.dtype} on {known.device}, got {found}; capture "
+                "the net again with such an example"
+            )
+        if _fingerprint(self.net) != self._known:
+            raise CaptureError(
+                "the net was changed since its call was captured (parameters, buffers, a neuron's numbers, k or its mode), "
+                "and a replay would not know; capture it again"
+            )
+        with torch.no_grad():
+            known.copy_(x)
+            self._replay()
+            return tree_map(lambda out: out.clone() if isinstance(out, Tensor) else out, self._out)
+
+    def reset(self) -> None:
+        """Put the carried voltages at rest; nothing to do where every call begins there."""
+        with torch.no_grad():
+            for _, _, held, rest in self._states:
+                if isinstance(rest, Tensor):
+                    held.copy_(rest)
+                else:
+                    held.fill_(rest)
+
+
+def _check_device(example: Tensor) -> None:
+    if example.device.type != "cuda":
+        raise CaptureError(
+            f"capture records CUDA graphs, and the example is on {example.device}; move the net and the example to the GPU, "
+            "or call the net itself"
+        )
+
+
+def _record(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """Static outputs of ``run``, and what computes them anew."""
+    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_UP):
+            run()
+    torch.cuda.current_stream(device).wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        out = run()
+    return out, graph.replay
+
+
+@contextlib.contextmanager
+def _all_frames(net: nn.Module) -> Iterator[None]:
+    """Run all frames, alike or not: to look whether they are alike waits for the GPU."""
+    found = {id(role.borders): role.borders for m in net.modules() if (role := m.__dict__.get("_tac")) is not None}
+    before = [(borders, borders.alike) for borders in found.values()]
+    try:
+        for borders, _ in before:
+            borders.alike = False
+        yield
+    finally:
+        for borders, alike in before:
+            borders.alike = alike
+
+
+def _states(net: nn.Module, x: Tensor) -> list[tuple[Any, str, Tensor, Any]]:
+    """Module, name, a static tensor, and the resting value, of every memory that a call leaves a tensor in."""
+    host.reset(net)
+    modules = [m for m in net.modules() if isinstance(m, host.MemoryModule)]
+    rest = [dict(m._memories) for m in modules]
+    net(x)
+    found = []
+    for module, before in zip(modules, rest, strict=True):
+        for name, value in module._memories.items():
+            if not isinstance(value, Tensor):
+                continue
+            if not isinstance(before[name], (int, float, Tensor)):
+                raise CaptureError(
+                    f"the memory {name!r} of {type(module).__name__} rests at {before[name]!r}, which a graph cannot go on "
+                    'from; turn it off (store_v_seq), or capture with state="reset"'
+                )
+            found.append((module, name, value.detach().clone(), before[name]))
+    host.reset(net)
+    return found
+
+
+def _fingerprint(net: nn.Module) -> list[Any]:
+    """What a recorded call depends on: where tensors lie and how often they were written, neurons' numbers, and k."""
+    found: list[Any] = [net.training]
+    for tensor in (*net.parameters(), *net.buffers()):
+        found.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+    for module in net.modules():
+        held = module.__dict__
+        numbers = [held[name] for name in _NUMBERS if name in held and not isinstance(held[name], Tensor)]
+        role = held.get("_tac")
+        found.append((id(module), numbers, getattr(role, "k", None), getattr(role, "mode", None)))
+    return found

@@ -1,0 +1,197 @@
+"""``sj_tac.capture`` without a GPU: all but the recording, in whose place a stand-in runs the call again."""
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import sj_tac
+from sj_tac import capturing
+from sj_tac.errors import CaptureError, InputError
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """As CUDA graphs do it: outputs stay where they are, and a replay writes them anew."""
+
+    def record(run, device):
+        for _ in range(capturing.WARM_UP):
+            run()
+        out = run()
+
+        def replay():
+            for held, new in zip(tree_leaves(out), tree_leaves(run()), strict=True):
+                if held is not None:
+                    held.copy_(new)
+
+        return out, replay
+
+    monkeypatch.setattr(capturing, "_record", record)
+    monkeypatch.setattr(capturing, "_check_device", lambda example: None)
+
+
+def awake(converted=True, head=None):
+    torch.manual_seed(0)
+    modules = []
+    for c in (2, 6):
+        modules += [layer.Conv2d(c, 6, 3, padding=1, bias=False), layer.BatchNorm2d(6)]
+        modules[-1].running_var.uniform_(0.02, 0.1)
+        nn.init.uniform_(modules[-1].bias, 0.0, 0.5)
+        modules += [neuron.LIFNode(surrogate_function=surrogate.ATan()), layer.MaxPool2d(2)]
+    net = nn.Sequential(*modules, *([head] if head else []))
+    functional.set_step_mode(net, "m")
+    net.eval()
+    return sj_tac.convert(net, "preserve", 2) if converted else net
+
+
+def clips(count=3):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.rand(4, 2, 2, 16, 16, generator=generator) < 0.4).float() for _ in range(count)]
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_every_call_begins_at_rest(recorded, converted):
+    net = awake(converted)
+    xs = clips()
+    call = sj_tac.capture(net, xs[0])
+    found = [call(x) for x in xs]
+    for x, out in zip(xs, found, strict=True):
+        functional.reset_net(net)
+        with torch.no_grad():
+            assert torch.equal(out, net(x))
+        assert 0.02 < out.mean() < 0.9
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_carried_voltages_go_on_from_call_to_call(recorded, converted):
+    net = awake(converted)
+    xs = clips()
+    call = sj_tac.capture(net, xs[1], state="carried")
+    for _ in range(2):
+        found = torch.cat([call(x) for x in xs])
+        functional.reset_net(net)
+        with torch.no_grad():
+            assert torch.equal(found, torch.cat([net(x) for x in xs]))
+        functional.reset_net(net)
+        call.reset()
+    with torch.no_grad():
+        assert not torch.equal(found[4:8], net(xs[1]))
+
+
+def test_the_net_is_left_at_rest_and_goes_on_by_itself(recorded):
+    net = awake()
+    x = clips(1)[0]
+    with torch.no_grad():
+        expected = net(x)
+    functional.reset_net(net)
+    call = sj_tac.capture(net, x, state="carried")
+    assert all(isinstance(m.v, float) for m in net.modules() if isinstance(m, neuron.BaseNode))
+    with torch.no_grad():
+        assert torch.equal(net(x), expected)
+    assert torch.equal(call(x), expected)
+
+
+CHANGES = {
+    "a weight": lambda net: net[0].weight.data_ptr() and nn.init.ones_(net[0].weight),
+    "another parameter": lambda net: setattr(net[0], "weight", nn.Parameter(net[0].weight.detach() * 2)),
+    "a statistic": lambda net: net[1].running_mean.add_(0.1),
+    "v_threshold": lambda net: setattr(net[2], "v_threshold", 0.5),
+    "k": lambda net: sj_tac.set_k(net, 1),
+    "training": lambda net: net.train(),
+    "step_mode": lambda net: functional.set_step_mode(net, "s"),
+    "a module": lambda net: net.__setitem__(3, nn.Identity()),
+    "restored": lambda net: sj_tac.restore(net, inplace=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_net_that_was_changed_is_not_replayed(recorded, change):
+    net = awake()
+    x = clips(1)[0]
+    call = sj_tac.capture(net, x)
+    call(x)
+    with torch.no_grad():
+        CHANGES[change](net)
+    with pytest.raises(CaptureError, match="capture it again"):
+        call(x)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(4, 1, 2, 16, 16), torch.zeros(4, 2, 2, 16, 16).double(), None])
+def test_another_input_is_refused(recorded, wrong):
+    call = sj_tac.capture(awake(), clips(1)[0])
+    with pytest.raises(InputError, match=r"captured for \[4, 2, 2, 16, 16\]"):
+        call(wrong)
+
+
+def test_outputs_of_any_structure_are_tensors_of_their_own(recorded):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = awake()
+
+        def forward(self, x):
+            y = self.net(x)
+            return {"rate": y.mean(0), "all": [y, None]}
+
+    net, xs = Two().eval(), clips(2)
+    call = sj_tac.capture(net, xs[0])
+    first = call(xs[0])
+    kept = first["rate"].clone()
+    second = call(xs[1])
+    assert torch.equal(first["rate"], kept)
+    assert not torch.equal(second["rate"], kept)
+    assert second["all"][1] is None
+
+
+def test_a_forward_that_waits_for_the_gpu_is_named(monkeypatch, recorded):
+    def record(run, device):
+        run()
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(capturing, "_record", record)
+    net = awake()
+    with pytest.raises(CaptureError, match=r"stream is capturing.*call the net itself"):
+        sj_tac.capture(net, clips(1)[0])
+    assert all(isinstance(m.v, float) for m in net.modules() if isinstance(m, neuron.BaseNode))
+
+
+def test_whether_frames_are_alike_is_not_looked_at_but_nothing_else_changes(recorded, monkeypatch):
+    """A rate-coded image repeated T times: one convolution in a call of the net, which would have to wait for a GPU."""
+    torch.manual_seed(0)
+    source = awake(converted=False)
+    image = torch.rand(1, 2, 2, 16, 16)
+
+    class Repeating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = source
+
+        def forward(self, x):
+            return self.net(x.repeat(4, 1, 1, 1, 1))
+
+    net = sj_tac.convert(Repeating().eval(), "preserve", 2, example_input=image)
+    looked = []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: (looked.append(1), equal(a, b))[1])
+    call = sj_tac.capture(net, image)
+    assert not looked
+    out = call(image)
+    functional.reset_net(net)
+    with torch.no_grad():
+        expected = net(image)
+    assert looked
+    assert equal(out, expected)
+
+
+def test_what_cannot_be_captured():
+    net, x = awake(), clips(1)[0]
+    with pytest.raises(CaptureError, match="the example is on cpu"):
+        sj_tac.capture(net, x)
+    with pytest.raises(CaptureError, match="training mode"):
+        sj_tac.capture(awake().train(), x)
+    with pytest.raises(CaptureError, match="state='kept'"):
+        sj_tac.capture(net, x, state="kept")
+    with pytest.raises(InputError, match="one tensor"):
+        sj_tac.capture(net, [x])
