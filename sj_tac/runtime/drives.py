@@ -6,13 +6,14 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import PlanNotKeptWarning
+from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate as aggregation, reference
 from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.weights import decay_weights, learned_weights
@@ -109,19 +110,32 @@ class Drive:
         if self.k > first and self.k % first and len(of.steps) > 1:  # one group alone may be shorter than a whole one
             return None
         wide = WIDE.get(kind[0]) or reference.accumulation_dtype(kind[0])
+        source = logits
+        if source is None and self.weights == "decay" and isinstance(self.node, host.neuron.ParametricLIFNode):
+            source = self.node._parameters.get("w")
+        number = _number(source) if source is not None and keeps else None
+        if number is not None and (found := self._cache.get((of, kind, number))) is not None:
+            return found
         beta = host.decay(self.node, wide) if self.weights == "decay" else 0.0
         if isinstance(beta, Tensor) or logits is not None:
-            source: Any = self.node.w if logits is None else logits
-            tag = (id(source), -1 if source.is_inference() else source._version, torch.is_grad_enabled())
-            return self._sums(of, beta, (wide, kind[1]), (self.weights, tag), logits)
-        key = (of, kind, beta)
-        found = self._cache.get(key) if keeps else None
+            source = cast(Any, self.node).w if logits is None else logits
+            assert source is not None
+            tag = (id(source), -1 if source.is_inference() else source._version, torch.is_grad_enabled(), number)
+            if number is None:
+                return self._sums(of, beta, (wide, kind[1]), (self.weights, tag), logits)
+            with torch.inference_mode(False), torch.no_grad():  # it outlives the call that it was made in
+                return self._keep((of, kind, number), self._sums(of, beta, (wide, kind[1]), (self.weights, tag), logits))
+        found = self._cache.get((of, kind, beta)) if keeps else None
         if found is None:
             found = self._sums(of, beta, (wide, kind[1]), None, None)
-            if len(self._cache) > 16:
-                self._cache.clear()
-            if keeps and type(found.flat) is Tensor:
-                self._cache[key] = found
+            return self._keep((of, kind, beta), found) if keeps else found
+        return found
+
+    def _keep(self, key: Any, found: Sums) -> Sums:
+        if len(self._cache) > 16:
+            self._cache.clear()
+        if type(found.flat) is Tensor:
+            self._cache[key] = found
         return found
 
     def _sums(
@@ -178,6 +192,16 @@ class Drive:
         if self.mode == "collapse" and self.merges and groups.steps[0] > 1:
             value.merges, value.normalize, value.means = True, self.normalize, None
         return value
+
+
+def _number(source: Tensor) -> tuple[float, ...] | None:
+    """The numbers that weights hang on, where nobody wants their gradient and they are at hand; else None.
+
+    The numbers themselves: who writes through ``.data`` leaves no other trace.
+    """
+    if torch.is_grad_enabled() or source.device.type != "cpu" or not dispatch.is_plain(source):
+        return None
+    return tuple(source.tolist()) if source.dim() else (source.item(),)
 
 
 def _learned(logits: Tensor, frames: int, dtype: torch.dtype) -> Sequence[Tensor]:

@@ -11,6 +11,7 @@ import sj_tac
 from sj_tac.runtime import straight
 from sj_tac.runtime.borders import definition
 from sj_tac.runtime.convs import DriveModule
+from sj_tac.runtime.drives import Drive
 
 
 def awake(node=None, pool=None, layers=3):
@@ -234,3 +235,25 @@ def test_few_frames_of_python_from_the_conv_to_the_kernel():
             sys.setprofile(None)
     assert len(counts) == 3
     assert max(counts[1:]) <= 40
+
+
+@pytest.mark.parametrize("weights", ["decay", "learned"])
+def test_weights_that_hang_on_parameters_are_made_once_for_the_same_numbers(weights, monkeypatch):
+    torch.manual_seed(0)
+    policy = {"default": {"mode": "preserve", "k": 2, "weights": weights}}
+    net = sj_tac.convert(awake(NEURONS["PLIF"]), policy)
+    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    compare(net, x)
+    made, sums = [], Drive._sums
+    monkeypatch.setattr(Drive, "_sums", lambda self, *a: (made.append(1), sums(self, *a))[1])
+    with torch.no_grad():
+        before = net(x).clone()
+        functional.reset_net(net)
+        assert not made
+        for name, p in net.named_parameters():
+            if name.endswith((".w", "tac_logits")):
+                p.data[...] = torch.linspace(1.5, 0.2, p.numel()).reshape(p.shape)
+        assert not torch.equal(before, net(x))
+        assert made
+    monkeypatch.undo()
+    assert compare(net, x) > 0.02
