@@ -25,7 +25,12 @@ def pooled_size(height: int, width: int, pool: int, window: Sequence[int]) -> tu
     return (height + 2 * ph - kh) // sh + 1, (width + 2 * pw - kw) // sw + 1
 
 
+def overlap(pool: int, window: Sequence[int]) -> bool:
+    """Whether this is MaxPool of 3x3 windows at stride 2, padded by 1, for which there are kernels of their own."""
+    return pool == MAX_POOL and tuple(window) == (3, 3, 2, 2, 1, 1)
+
+
 def in_tiles(y: Tensor, pool: int, window: Sequence[int]) -> bool:
-    """Whether the tile kernels run this: no pool, or MaxPool of 2x2 windows that tile the map."""
+    """Whether kernels of both memory formats run this: no pool, MaxPool of 2x2 windows that tile the map, or ``overlap``."""
     even = y.shape[3] % 2 == 0 and y.shape[4] % 2 == 0
-    return not pool or (pool == MAX_POOL and tuple(window) == (2, 2, 2, 2, 0, 0) and even)
+    return not pool or (pool == MAX_POOL and tuple(window) == (2, 2, 2, 2, 0, 0) and even) or overlap(pool, window)

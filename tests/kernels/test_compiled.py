@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sj_tac.kernels.cpu import aggregate, backward, forward, planes
+from sj_tac.kernels.cpu import aggregate, backward, forward, overlaps, overlaps_backward, planes
 
 KERNELS = [forward.forward, backward.backward, planes.forward, planes.backward, aggregate.forward, aggregate.backward]
+KERNELS += [overlaps.forward, overlaps_backward.backward]
 
 
 def test_every_parallel_kernel_is_cached_under_its_own_name_beside_its_serial_one():

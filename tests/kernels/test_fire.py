@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fire_cases import assert_gradient_to_the_time_constant, assert_is_the_reference, build, run, space
+from fire_cases import POOLS, assert_gradient_to_the_time_constant, assert_is_the_reference, build, run, space
 from hypothesis import given, settings
 from spikingjelly.activation_based import layer, surrogate
 from support import NEURONS, node, only_v2
@@ -28,9 +28,51 @@ def test_numba_is_the_reference(case):
     assert fire_op.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
 
 
+# Maps of several strips in both layouts, odd and even sizes, channels that do not divide into sheets, a single pixel.
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 131, 129), (2, 67, 9, 33), (1, 64, 8, 34), (2, 5, 7, 6), (1, 3, 1, 1), (1, 9, 2, 1)]
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_overlapping_windows_are_torchs_bit_for_bit(shape, layout, dtype):
+    """Output and gradients are those of fire without a pool and torch's own pool behind it, ties and all."""
+    torch.manual_seed(0)
+    pool, spiking = layer.MaxPool2d(3, 2, 1), node("lif", tau=1.7, v_threshold=0.4)
+    y = torch.randn(3 * shape[0], *shape[1:], dtype=dtype).contiguous(memory_format=layout).unflatten(0, (3, shape[0]))
+    y, v0 = y.requires_grad_(), torch.randn(shape, dtype=dtype).mul(0.2).requires_grad_()
+    spikes, v = fire(y, spiking, 2, steps=5, v=v0, backend="numba")
+    leaf = spikes.detach().requires_grad_()
+    expected = pool(leaf.flatten(0, 1)).unflatten(0, (5, shape[0]))
+    go, gv = torch.randn_like(expected), torch.randn_like(v)
+    expected.backward(go)
+    unpooled = torch.autograd.grad((spikes, v), (y, v0), (leaf.grad, gv))
+    before = fire_op.RUNS["fire", "numba"]
+    out, v_pooled = fire(y, spiking, 2, steps=5, v=v0, pool=pool, backend="numba")
+    found = torch.autograd.grad((out, v_pooled), (y, v0), (go, gv))
+    assert fire_op.RUNS["fire", "numba"] == before + 2
+    assert torch.equal(out, expected)
+    assert torch.equal(v_pooled, v)
+    assert all(torch.equal(a, b) for a, b in zip(found, unpooled, strict=True))
+    assert found[0].flatten(0, 1).is_contiguous(memory_format=layout)
+
+
+def test_maps_too_large_to_be_kept_are_taken_in_fewer_channels(monkeypatch):
+    """Sums by channel and gradients do not depend on how many channels a sheet has."""
+    torch.manual_seed(0)
+    y = torch.randn(4, 20, 9, 10).contiguous(memory_format=torch.channels_last).unflatten(0, (2, 2))
+    options = {"pool": layer.MaxPool2d(3, 2, 1), "scale": torch.rand(20), "shift": torch.randn(20), "weights": torch.rand(4)}
+    options |= {"steps": 4, "group": 2}
+    expected = run("numba", y, node("plif", v_threshold=0.4), 2, options)
+    monkeypatch.setattr("sj_tac.kernels.cpu.fire.KEPT", 1)
+    monkeypatch.setattr("sj_tac.kernels.cpu.fire.BLOCK", 7)
+    got = assert_is_the_reference("numba", y, node("plif", v_threshold=0.4), 2, options)
+    assert torch.equal(got[2]["y"], expected[2]["y"])
+    assert torch.equal(got[0], expected[0])
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40, 4, 4)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2)])
+@pytest.mark.parametrize("pool", POOLS[:3])
 @pytest.mark.parametrize("residual", [False, True])
 def test_many_tiles_in_both_layouts(shape, layout, pool, residual):
     """Maps of many tiles, tiles of many maps, rows and channels longer than a tile; the output has the layout of y."""
@@ -82,7 +124,7 @@ def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("pool", "group", "merge"), list(product([None, layer.MaxPool2d(2)], [None, 3], [False, True])))
+@pytest.mark.parametrize(("pool", "group", "merge"), list(product(POOLS[:3], [None, 3], [False, True])))
 # torch asks a tensor for a gradient that it then warns about.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_opcheck(pool, group, merge, monkeypatch):

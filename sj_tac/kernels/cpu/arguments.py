@@ -112,6 +112,16 @@ class Windows(NamedTuple):
     corners: int = 4
 
 
+class Sheets(NamedTuple):
+    """Sheets of a frame: channels_last or contiguous; size of a frame, and how many channels a sheet has (contiguous: 1)."""
+
+    last: bool
+    height: int
+    width: int
+    channels: int
+    block: int
+
+
 class Pool(NamedTuple):
     """A pool over planes: MAX_POOL or AVG_POOL, its windows, what a mean divides by, widths of a plane before and behind."""
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.checks import emitted_shape
-from sj_tac.kernels.cpu import backward as tile_backward, forward as tile_forward, planes as plane_kernels, surrogate
+from sj_tac.kernels.cpu import (
+    backward as tile_backward,
+    forward as tile_forward,
+    overlaps as sheet_forward,
+    overlaps_backward as sheet_backward,
+    planes as plane_kernels,
+    surrogate,
+)
 from sj_tac.kernels.cpu.arguments import (
     Arriving,
     Gradients,
@@ -20,14 +27,19 @@ from sj_tac.kernels.cpu.arguments import (
     Neurons,
     Outputs,
     Pool,
+    Sheets,
     Slopes,
     Windows,
 )
 from sj_tac.kernels.cpu.threads import flat, share, vector
 from sj_tac.kernels.layout import empty, is_channels_last
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import in_tiles
+from sj_tac.kernels.pools import in_tiles, overlap
 from sj_tac.kernels.spread import spread
+
+# Channels that the kernels of 3x3 windows take at a time in channels_last, forward and backward, where a whole map's
+# voltages of all steps are kept: fewer channels, but no less than 8, where they are more numbers than that.
+BLOCK, BACKWARD_BLOCK, KEPT = 64, 32, 2**21
 
 
 @lru_cache(maxsize=256)
@@ -81,6 +93,13 @@ def _tiles(o: Operands, last: bool) -> Neurons | Windows:
     return (Windows if o.pool else Neurons)(last, width, c, height * width)
 
 
+def _sheets(o: Operands, last: bool, most: int) -> tuple[int, Sheets]:
+    """How many sheets of 3x3 windows a frame has, and how they lie; at most so many channels each."""
+    _, n, c, height, width = o.y.shape
+    block = max(1, min(c, most)) if last else 1
+    return n * -(-c // block), Sheets(last, height, width, c, block)
+
+
 def _pool(o: Operands, out_width: int, kind: Any) -> Pool:
     kh, kw, sh, sw, ph, pw = o.window
     return Pool(o.pool, kh, kw, sh, sw, ph, pw, kind(kh * kw), o.y.shape[4], out_width)
@@ -102,12 +121,12 @@ def _fit(read: Inputs | Arriving, frame: int, channels: int, steps: int) -> None
 
 def forward(o: Operands) -> tuple[Tensor, Tensor]:
     """Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False."""
-    tiled = in_tiles(o.y, o.pool, o.window)
-    if o.residual is not None and not tiled:
+    tiled, sheets = in_tiles(o.y, o.pool, o.window), overlap(o.pool, o.window)
+    last = tiled and is_channels_last(o.y)
+    if o.residual is not None and (sheets or not tiled):
         y, scale, shift, linear, lengths = spread(o)
         o = o._replace(y=y, residual=None, scale=scale, shift=shift, linear=linear, lengths=lengths)
     y = o.y
-    last = tiled and is_channels_last(y)
     out, v = empty(y, list(emitted_shape(o)), last), empty(y, list(y.shape[1:]), last)
     frame, channels, steps = v.numel(), y.shape[2], sum(o.lengths)
     if not frame:
@@ -121,6 +140,10 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
         _fit(read, frame, channels, steps)
         written = Outputs(flat(out, last, y), flat(v, last, y))
+    if sheets:
+        units, layout = _sheets(o, last, BLOCK)
+        share(sheet_forward.forward, units, frame * steps, read, neuron, layout, written)
+    elif tiled:
         share(tile_forward.forward, out.numel() // out.shape[0], frame * steps, read, neuron, _tiles(o, last), written)
     else:
         planes = y.shape[1] * channels
@@ -134,7 +157,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
 def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Tensor, ...]:
     """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
     y, steps = o.y, sum(o.lengths)
-    tiled = in_tiles(y, o.pool, o.window)
+    tiled, sheets = in_tiles(y, o.pool, o.window), overlap(o.pool, o.window)
     last = tiled and is_channels_last(y)
     gy = empty(y, list(y.shape), last)
     gv0 = y.new_empty(0) if o.v0 is None else empty(y, list(y.shape[1:]), last)
@@ -145,7 +168,9 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
     block = max(1, width // rows * c if last else width * height // rows**2)
     chunk = block * max(1, 256 // block)
     chunks = -(-(frame // rows**2) // chunk) if tiled else n * c
-    sums = y.new_zeros(2, chunks * c if last else n * c)
+    if sheets:
+        chunks, layout = _sheets(o, last, min(BACKWARD_BLOCK, max(8, KEPT // (steps * height * width + 1))))
+    sums = y.new_zeros(2, chunks * c if last and not sheets else n * c)
     g_linear, g_weights = y.new_zeros(chunks, len(o.lengths), 2), y.new_zeros(chunks, 0 if o.weights is None else steps)
     partial = (sums[0].numpy(), sums[1].numpy(), g_linear.numpy(), g_weights.numpy(), need_linear)
     affine, shared = (vector(o.scale, y), vector(o.shift, y)), (_steps_of(tuple(o.lengths)), _linear(o))
@@ -158,7 +183,10 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
         )  # fmt: skip
         _fit(read, frame, c, steps)
         written = Gradients(flat(gy, last, y), vector(None, y) if o.v0 is None else flat(gv0, last, y), *partial, chunk)
-        share(tile_backward.backward, chunks, 3 * frame * steps, read, slopes, _tiles(o, last), written)
+        if sheets:
+            share(sheet_backward.backward, chunks, 3 * frame * steps, read, slopes, layout, written)
+        else:
+            share(tile_backward.backward, chunks, 3 * frame * steps, read, slopes, _tiles(o, last), written)
     else:
         read = Arriving(
             _planes(go, chunks, y), _planes(gv, chunks, y), _planes(y, chunks, y), *affine, _planes(o.v0, chunks, y),
