@@ -1,4 +1,4 @@
-"""``fire`` on the CPU for the pools that the tiles and sheets do not know, compiled by Numba: one plane of a sample at a time.
+"""``fire`` on the CPU for the pools that tiles and sheets do not know, compiled by Numba: one plane of a sample at a time.
 
 Contiguous layout only. It is slower than tiles and sheets: a step is several passes over the plane.
 """
