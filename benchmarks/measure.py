@@ -21,6 +21,7 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 from sj_tac.support import machine
+from sj_tac.support.memory import keep_memory
 from sj_tac.tuning.measure import in_turns
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -100,6 +101,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=7, help="timed rounds; medians are shown (default 7)")
     made.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/)")
+    made.add_argument("--keep-memory", action="store_true", help="call sj_tac.keep_memory() first (glibc)")
     return made
 
 
@@ -108,6 +110,8 @@ def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
     options = made.parse_args()
     if options.rounds < 1:
         made.error(f"--rounds {options.rounds}: at least 1")
+    if options.keep_memory and not keep_memory():
+        made.error("--keep-memory: the allocator is not glibc's")
     return options
 
 

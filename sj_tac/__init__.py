@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sj_tac.operators import TAC, TACTP
     from sj_tac.policy import Policy, Rule
     from sj_tac.schedule import KSchedule
+    from sj_tac.support.memory import keep_memory
     from sj_tac.tuning.diagnosis import Diagnosis, diagnose
     from sj_tac.tuning.evidence import Evidence
     from sj_tac.tuning.matching import Match, match
@@ -40,6 +41,7 @@ __all__ = [
     "diagnose",
     "freeze_bn",
     "functional",
+    "keep_memory",
     "match",
     "plan",
     "recalibrate",
@@ -61,6 +63,7 @@ _HOMES = {
     "capturing": ("Captured", "capture"),
     "conversion": ("convert", "plan", "report", "restore", "set_k"),
     "schedule": ("KSchedule",),
+    "support.memory": ("keep_memory",),
     "host": ("register_affine", "register_neuron"),
     "tuning.diagnosis": ("Diagnosis", "diagnose"),
     "tuning.sensitivity": ("Sensitivity", "sensitivity"),

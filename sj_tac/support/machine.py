@@ -1,4 +1,4 @@
-"""What a figure was measured on: processor, threads, versions, date."""
+"""What a figure was measured on: processor, threads, memory mode, versions, date."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from sj_tac.support import memory
+
 PACKAGES = ("spikingjelly", "numba", "sj_tac")
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, threads, Python, date and the versions of what runs; of the GPU, too, where there is one."""
+    """Processor, cores, threads, memory mode, Python, date and the versions of what runs; and the GPU, if any."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -35,6 +37,7 @@ def describe() -> dict[str, Any]:
         "cpu": cpu,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "memory": memory.mode(),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
         "torch": str(torch.__version__),  # unlike its package's version it names the CUDA release

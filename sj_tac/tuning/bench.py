@@ -16,7 +16,7 @@ from torch import nn
 from rewrites.pipeline import check_plain, convert_with, plan, report
 from sj_tac import host
 from sj_tac.errors import PolicyError
-from sj_tac.support import machine
+from sj_tac.support import machine, memory
 from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
@@ -83,7 +83,7 @@ class Bench(Shown):
     def __rich__(self) -> Table:
         about = (
             f"Agreement: same prediction as {SOURCE}. Speed-up: over the fastest SpikingJelly row; medians of {self.rounds} "
-            f"rounds in turns or more, input {list(self.timed)}."
+            f"rounds in turns or more, input {list(self.timed)}. Memory mode: {self.machine.get('memory', memory.DEFAULT)}."
         )
         table = Table(title=self.title, title_justify="left", caption=about, caption_justify="left")
         table.add_column("net")

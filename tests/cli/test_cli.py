@@ -114,6 +114,25 @@ def test_env_and_help():
     assert "Exit status" in text
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_bench_keeps_memory_where_it_can_and_says_so(done, tmp_path, monkeypatch, capsys):
+    from sj_tac.support import memory
+
+    def keep():
+        memory._SAID[:] = ["kept"] if done else []
+        return done
+
+    monkeypatch.setattr(memory, "_SAID", [])
+    monkeypatch.setattr(memory, "keep_memory", keep)
+    monkeypatch.setattr(memory, "VARIABLES", ())
+    monkeypatch.chdir(EXAMPLES)
+    np.save(tmp_path / "frames.npy", np.ones((2, 1, 1, 28, 28), np.float32))
+    options = ["--data", tmp_path / "frames.npy", "--policy", "preserve:2", "--rounds", 1]
+    out, err = invoked(monkeypatch, capsys, 0, "bench", "nets:DigitNet", *options, "--keep-memory")
+    assert f"Memory mode: {'kept' if done else 'default'}." in " ".join(out.split())
+    assert ("--keep-memory does nothing here" in err) is not done
+
+
 @pytest.mark.parametrize("command", ["plan", "convert", "match", "diagnose", "sensitivity", "search", "bench", "env"])
 def test_every_command_has_help_with_an_example(command, capsys, monkeypatch):
     text = invoked(monkeypatch, capsys, 0, command, "--help")[0]

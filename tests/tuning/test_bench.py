@@ -8,6 +8,7 @@ from support import csnn, frames, only_v2
 
 import sj_tac
 from sj_tac.errors import BatchError, ModelTypeError, PolicyError
+from sj_tac.support import memory
 from sj_tac.tuning.bench import FOLDED, SOURCE, bench
 
 X = frames(6, 12, 2, 8, 8)
@@ -49,6 +50,13 @@ def test_table_json_and_picture(found, tmp_path):
         assert words in str(found)
     assert found.save(tmp_path / "b.json").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == len(found.rows)
+
+
+def test_the_table_names_the_memory_mode(monkeypatch):
+    monkeypatch.setattr(memory, "_SAID", ["kept"])
+    found = bench(csnn(), X, {}, rounds=1, progress=False)
+    assert found.machine["memory"] == "kept"
+    assert "Memory mode: kept." in " ".join(str(found).split())
 
 
 def test_without_labels_there_is_no_accuracy_and_bad_input_is_named(tmp_path):

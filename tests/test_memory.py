@@ -1,0 +1,91 @@
+"""Keeping the process's memory: page faults of large blocks end, and where there is nothing to be done it says so."""
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import sj_tac
+from sj_tac.support import machine, memory
+
+on_glibc = pytest.mark.skipif(memory._glibc() is None, reason="the allocator is not glibc's")
+
+SCRIPT = """
+import json, resource, torch, sj_tac
+from sj_tac.support import machine
+def faults(megabytes):  # of five blocks, made and written one after the other; before them the allocator finds its way
+    counts = []
+    for _ in range(rounds):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(megabytes << 18).fill_(1.0)
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return sum(counts[-5:])
+sizes, rounds = (64, 48), 5
+found = {"before": [faults(m) for m in sizes], "mode": [machine.describe()["memory"]]}
+found["did"] = [sj_tac.keep_memory(), sj_tac.keep_memory()]
+rounds = 40
+found |= {"after": [faults(m) for m in sizes]}
+found["mode"].append(machine.describe()["memory"])
+print(json.dumps(found))
+"""
+
+
+@on_glibc
+def test_large_blocks_need_no_new_pages():
+    """In a process of its own: what is said to the allocator is said for good."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["did"] == [True, True]
+    assert found["mode"] == ["default", "kept"]
+    # Pages may be of 2 MiB where the system makes them so; then there are few of them, but still some.
+    assert found["before"][0] >= 5 * 64 // 2
+    assert found["before"][1] >= 5 * 48 // 2
+    assert sum(found["after"]) <= sum(found["before"]) / 50, found
+
+
+@pytest.mark.parametrize("problem", [OSError, TypeError, "musl", "jemalloc"])
+def test_where_the_allocator_is_not_glibcs_nothing_is_done_and_it_says_so(problem, monkeypatch):
+    def library(name):
+        if not isinstance(problem, str):
+            raise problem  # Windows: no such library, or None is no name of one
+        if problem == "musl":
+            return SimpleNamespace(malloc=ctypes.CFUNCTYPE(None)())
+        functions = {"gnu_get_libc_version": None, "mallopt": lambda *numbers: pytest.fail(f"mallopt{numbers}")}
+        return SimpleNamespace(malloc=ctypes.CFUNCTYPE(None)(id(name)), **functions)
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr(memory, "_SAID", [])
+    monkeypatch.setattr(memory, "VARIABLES", ())
+    assert sj_tac.keep_memory() is False
+    assert memory.mode() == machine.describe()["memory"] == "default"
+
+
+@pytest.mark.parametrize(("threshold", "maximum", "trim", "did"), [(1, 0, 1, 1), (0, 1, 1, 1), (0, 0, 1, 0), (1, 1, 0, 0)])
+def test_what_an_older_glibc_refuses_is_said_another_way(threshold, maximum, trim, did, monkeypatch):
+    takes, said = {memory.M_MMAP_THRESHOLD: threshold, memory.M_MMAP_MAX: maximum, memory.M_TRIM_THRESHOLD: trim}, []
+    answers = SimpleNamespace(mallopt=lambda what, value: said.append((what, value)) or takes[what])
+    monkeypatch.setattr(memory, "_glibc", lambda: answers)
+    monkeypatch.setattr(memory, "_SAID", [])
+    assert memory.keep_memory() is bool(did)
+    assert (memory.mode() == "kept") is bool(did)
+    assert ((memory.M_MMAP_MAX, 0) in said) is not threshold
+
+
+def test_the_mode_names_what_the_environment_says(monkeypatch):
+    monkeypatch.setattr(memory, "_SAID", [])
+    for name in memory.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert memory.mode() == "default"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.pthread.rseq=0")
+    assert memory.mode() == "default"
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4000000000")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
+    assert memory.mode() == "MALLOC_MMAP_THRESHOLD_=4000000000 GLIBC_TUNABLES=glibc.malloc.tcache_count=0"
