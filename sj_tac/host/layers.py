@@ -13,10 +13,10 @@ from sj_tac.host import dispatch
 
 
 class _Number(NamedTuple):
-    """A tensor that was given, or None; where its numbers lay, as an array too, and what they were."""
+    """A tensor that was given, or None; where and how its numbers lay, as an array too, and what they were."""
 
     tensor: Tensor | None
-    place: int
+    place: tuple[Any, ...]
     array: np.ndarray[Any, Any]
     bytes: bytes
 
@@ -38,7 +38,9 @@ class Affine:
         known = self._known
         if known is not None and known[0] == eps:
             for x, (before, place, array, content) in zip(tensors, known[1], strict=True):
-                if x is not before or (x is not None and (x.data_ptr() != place or array.tobytes() != content)):
+                if x is not before:
+                    break
+                if x is not None and ((x.data_ptr(), x.shape, x.stride()) != place or array.tobytes() != content):
                     break
             else:
                 return known[2]
@@ -50,13 +52,13 @@ class Affine:
         return found
 
 
-_NOTHING = _Number(None, 0, np.empty(0), b"")
+_NOTHING = _Number(None, (), np.empty(0), b"")
 
 
 def _number(x: Tensor) -> _Number:
     # A view of a tensor of its own, so that the memory stays while it is looked at.
     array = x.detach().numpy()
-    return _Number(x, x.data_ptr(), array, array.tobytes())
+    return _Number(x, (x.data_ptr(), x.shape, x.stride()), array, array.tobytes())
 
 
 def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:

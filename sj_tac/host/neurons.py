@@ -133,7 +133,7 @@ def fused_surrogate(node: Any) -> tuple[int, float] | None:
     """Number and alpha of a neuron's surrogate, where the fused kernels know it."""
     function = node._modules.get("surrogate_function")
     number = _NUMBERS.get(type(function))
-    if number is None or not function.spiking or not isinstance(function.alpha, (int, float)):
+    if number is None or not function.spiking or not isinstance(function.alpha, (int, float)) or "forward" in vars(function):
         return None
     return number, float(function.alpha)
 
@@ -149,4 +149,5 @@ _FIRING = {getattr(surrogate, name) for name in (*_SURROGATES, *_THRESHOLDS) if 
 def fires_by_threshold(node: Any) -> bool:
     """True where a neuron's spikes are ``h >= v_threshold``, whatever their surrogate gradient."""
     function = node.surrogate_function
-    return type(function) in _FIRING and bool(getattr(function, "spiking", True))
+    replaced = "forward" in getattr(function, "__dict__", ())
+    return type(function) in _FIRING and bool(getattr(function, "spiking", True)) and not replaced

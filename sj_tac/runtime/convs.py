@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import InputError
-from sj_tac.host import dispatch
+from sj_tac.host import dispatch, layer
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import decay_weights
 from sj_tac.runtime.drives import Drive
@@ -19,6 +19,8 @@ from sj_tac.runtime.matched import Matchable
 from sj_tac.runtime.values import Frames, Shared, Spikes, ordinary
 
 LOGITS = "tac_logits"
+# What runs a Conv2d, as long as nobody has patched it.
+_FORWARDS = layer.Conv2d.forward, nn.Conv2d.forward
 # Dimensions of the frames that a layer takes, in step_mode "m", and how its errors write them.
 _FRAMES: dict[Any, tuple[int, str]] = {
     (nn.Conv1d, nn.ConvTranspose1d): (4, "[T, N, C, L]"),
@@ -116,13 +118,15 @@ class DriveModule(Matchable):
 
     def _run_2d(self, frames: Tensor) -> Tensor:
         """What ``layer.Conv2d`` computes on [G, N, C, H, W], without its way there, which costs as much as a small map."""
-        held = self._parameters
+        held, own = self._parameters, self.__dict__
         weight = held.get("weight")
-        # A subclass of the user's, and one that a parametrization made, have a forward of their own. Pruned weights are made
-        # anew on every call.
-        if "_run" not in type(self).__dict__ or weight is None or "bias" not in held:
-            return DriveModule._run(self, frames)
         inner: Any = self
+        # A subclass of the user's, and one that a parametrization made, have a forward of their own; so may the host's class
+        # that somebody patched. Pruned weights are made anew on every call, in front of the parameter.
+        plain = "_run" in type(self).__dict__ and getattr(super().forward, "__func__", None) is _FORWARDS[0]
+        plain = plain and nn.Conv2d.forward is _FORWARDS[1] and weight is not None and "bias" in held
+        if not plain or "weight" in own or "bias" in own:
+            return DriveModule._run(self, frames)
         y: Tensor = inner._conv_forward(frames.flatten(0, 1), weight, held["bias"])
         return y.view(frames.shape[:2] + y.shape[1:])
 

@@ -113,6 +113,7 @@ class Drive:
         source = logits
         if source is None and self.weights == "decay" and isinstance(self.node, host.neuron.ParametricLIFNode):
             source = self.node._parameters.get("w")
+            source = self.node.w if source is None else source  # parametrized: another tensor every time
         number = _number(source) if source is not None and keeps else None
         if number is not None and (found := self._cache.get((of, kind, number))) is not None:
             return found

@@ -85,7 +85,7 @@ class Run:
         y, v, residual, scale, shift, w = inputs or self.inputs
         node, unit = self.node, self.unit
         if w is not self.inputs.w:
-            node = copy.copy(node)
+            node = _twin(node)
             node.__dict__["_parameters"] = {"w": w}
         kernel, _ = kernels.choose(unit.backend, node, pool, y.device, y.dtype, self.wants)
         call = kernels.Call(
@@ -110,7 +110,7 @@ class Run:
     def as_it_was(self) -> Run:
         """This run, of a neuron that has the numbers of then. Raises StaleValueError where its tensors were changed."""
         then = copy.copy(self)
-        then.node = copy.copy(self.node)
+        then.node = _twin(self.node)
         # Past the host's setters, which would check what was allowed then.
         numbers, surrogate = self._numbers
         held = then.node.__dict__
@@ -129,6 +129,13 @@ class Run:
 
 # What a step of a neuron depends on besides tensors, read past torch's slow look-up; and its surrogate, if that is a module.
 _NUMBERS = ("v_threshold", "v_reset", "detach_reset", "tau", "decay_input", "surrogate_function")
+
+
+def _twin(node: Any) -> Any:
+    """The same attributes in another object. Not by ``copy``, which parametrized modules refuse."""
+    twin = object.__new__(type(node))
+    twin.__dict__.update(node.__dict__)
+    return twin
 
 
 def _as_maps(x: Tensor) -> Tensor:

@@ -65,29 +65,42 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         or torch._C._autograd._profiler_enabled()
     ):
         return None
-    held = node.__dict__
-    surrogate, threshold, reset = held["_modules"].get("surrogate_function"), held.get("v_threshold"), held.get("v_reset")
+    held, parameters = node.__dict__, node.__dict__["_parameters"]
+    surrogate, threshold, reset = (
+        held["_modules"].get("surrogate_function"),
+        held.get("v_threshold"),
+        held.get("v_reset", ""),
+    )
+    w, tau, decays, detaches = None, None, True, held.get("detach_reset")
+    # A number may be a buffer, a parameter or a memory of the node's instead, and is then nothing that a launch knows.
+    if isinstance(node, host.neuron.ParametricLIFNode):
+        w, decays = parameters.get("w"), held.get("decay_input")
+        if type(w) is not torch.nn.Parameter or w.device.type != "cpu":
+            return None
+    elif isinstance(node, host.neuron.LIFNode):
+        tau, decays = held.get("tau"), held.get("decay_input")
+        if type(tau) not in (float, int):
+            return None
     if (
         surrogate is None
         or surrogate._forward_hooks
         or surrogate._forward_pre_hooks
         or type(threshold) not in (float, int)
         or type(reset) not in (float, int, type(None))
+        or type(decays) is not bool
+        or type(detaches) is not bool
         # The voltages of all steps are wanted, or may be: both hosts keep it here.
         or held.get("_store_v_seq", True) is not False
         or held.get("_neuron_precision") is not None
     ):
         return None
-    w, tau = held["_parameters"].get("w"), held.get("tau")
-    if tau is not None and type(tau) not in (float, int):
-        return None
-    if w is not None and (w.device.type != "cpu" or type(w) is not torch.nn.Parameter):
-        return None
-    spiking = type(surrogate), surrogate.__dict__.get("spiking"), surrogate.__dict__.get("alpha")
-    return (
-        threshold, reset, held["detach_reset"], tau, held.get("decay_input"),
-        None if w is None else w.item(), spiking,
-    )  # fmt: skip
+    spiking = (
+        type(surrogate),
+        surrogate.__dict__.get("spiking"),
+        surrogate.__dict__.get("alpha"),
+        "forward" in surrogate.__dict__,
+    )
+    return type(node), threshold, reset, detaches, tau, decays, None if w is None else w.item(), spiking
 
 
 def _options(pool: Any) -> tuple[Any, ...]:
@@ -109,13 +122,13 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     if numbers is None or groups.frames is not groups.steps:
         return None
     shape, (dtype, device) = y.shape, x.kind
-    if type(v) is float and v == (numbers[1] or 0.0):
+    if type(v) is float and v == (numbers[2] or 0.0):
         v = None
     elif type(v) is not Tensor or v.shape != shape[1:] or v.dtype is not dtype or v.requires_grad or v.device != device:
         return None
     scale, shift = x.expression.affine or (None, None)
-    if scale is not None and (scale.dtype is not dtype or scale.requires_grad):
-        return None
+    if scale is not None and (scale.dtype is not dtype or scale.requires_grad or scale.shape != shape[2:3]):
+        return None  # the long way has words for a norm of other channels
     residual = None if x.expression.residual is None else x.expression.residual.make()
     if residual is not None and (type(residual) is not Tensor or residual.dtype is not dtype or residual.requires_grad):
         return None

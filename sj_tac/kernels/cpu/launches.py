@@ -64,7 +64,8 @@ class Launch:
     ) -> tuple[Tensor, Tensor]:
         """Output and last voltages, as ``fire`` gives them; ``affine``: scale and shift."""
         dtype = y.dtype
-        out, v = torch.empty(self.out, dtype=dtype), torch.empty(self.v, dtype=dtype)
+        out = torch.empty(self.out, dtype=dtype, device="cpu")
+        v = torch.empty(self.v, dtype=dtype, device="cpu")
         none, (scale, shift) = self.none, affine
         drives = y.numpy().reshape(-1) if self.dense else flat(y, self.last, y)
         added = none if residual is None else flat(residual, self.last, y)
