@@ -41,13 +41,14 @@ WHOLE, SCHEDULED = "k=1", "scheduled"
 
 @dataclass(frozen=True)
 class Task:
-    """A net, its data and how it is trained. ``ks``: {epoch: k}."""
+    """A net, its data and how it is trained. ``ks``: {epoch: k}; ``weights``: of the frames of a group."""
 
     build: Callable[[], nn.Module]
     data: Callable[[Namespace], tuple[training.Data, training.Data]]
     epochs: int
     ks: dict[int, int]
     rate: float = 3e-3
+    weights: str = "decay"
 
 
 def images(name: str) -> Callable[[Namespace], tuple[training.Data, training.Data]]:
@@ -73,8 +74,8 @@ def events(name: str) -> Callable[[Namespace], tuple[training.Data, training.Dat
 TASKS = {
     "MNIST": Task(nets.DigitNet, images("mnist"), 8, {0: 8, 4: 4, 7: 1}),
     "Fashion-MNIST": Task(nets.DigitNet, images("fashion"), 8, {0: 8, 4: 4, 7: 1}),
-    "N-MNIST": Task(nets.EventNet, events("nmnist"), 16, {0: 4, 14: 1}),
-    "gestures": Task(lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 16, {0: 4, 13: 1}),
+    "N-MNIST": Task(nets.EventNet, events("nmnist"), 16, {0: 8, 10: 4, 13: 1}, weights="mixed"),
+    "gestures": Task(lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 16, {0: 8, 8: 4, 12: 1}, weights="mixed"),
 }
 
 
@@ -94,7 +95,8 @@ def run(name: str, seed: int, options: Namespace) -> dict[str, Any]:
     trained: dict[str, nn.Module] = {}
     for kind in (WHOLE, SCHEDULED):
         torch.manual_seed(seed)
-        trained[kind] = sj_tac.convert(task.build(), "preserve", 1)
+        policy = {"default": {"mode": "preserve", "k": 1, "weights": task.weights}}
+        trained[kind] = sj_tac.convert(task.build(), policy)
     schedule = sj_tac.KSchedule(trained[SCHEDULED], ks, batches=estimating)
     runs = {kind: training.epochs(net, train, recipe) for kind, net in trained.items()}
     spent, curves = dict.fromkeys(runs, 0.0), {kind: [] for kind in runs}  # type: ignore[var-annotated]

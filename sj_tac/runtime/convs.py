@@ -189,7 +189,8 @@ class DriveModule(Matchable):
             summed, lengths = (frames, (1,) * frames.shape[0]) if single else (frames[:1], (frames.shape[0],))
         else:
             summed, lengths = self._sums_of_frames(frames, logits)
-        y = self._run(summed)
+        # The host's own layer: what compiles or traces this cannot follow the short way.
+        y = DriveModule._run(self, summed)
         if not compiling:
             drive.ran, drive.seen = "plain", (frames.shape[0], summed.shape if self._counts_input else y.shape)
         repeated = reference.repeat(y, lengths)

@@ -16,7 +16,7 @@ from sj_tac import host
 from sj_tac.kernels import backends, fire as kernels, reference
 from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.kernels.fire_op import ON_CPU
-from sj_tac.kernels.pools import NO_POOL, in_tiles
+from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
 from sj_tac.runtime.expressions import Made
 from sj_tac.runtime.groups import Groups, Sums
 from sj_tac.runtime.runs import Again, Inputs, Run
@@ -194,7 +194,7 @@ def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums
     weights, size = (None, 1) if wanted is None else (wanted.flat, wanted.size)
     call = kernels.Call(y, node, lengths, v, residual, scale, shift, unit.pool, weights, size)
     o = kernels.operands(call, None)
-    if not in_tiles(y, o.pool, o.window):
+    if not in_tiles(y, o.pool, o.window) or overlap(o.pool, o.window):
         return None
     launch = Launch(o)
     frames = (groups.total, *y.shape[1:])

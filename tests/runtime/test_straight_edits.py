@@ -66,11 +66,11 @@ def test_numbers_that_a_neuron_holds_elsewhere(held):
     compare(net, x)
 
 
-class Doubled(nn.Module):
-    factor = 1.0
+class Shifted(nn.Module):
+    by = 0.0
 
     def forward(self, w):
-        return w * self.factor
+        return w + self.by
 
 
 @pytest.mark.parametrize("how", ["parametrized", "a plain tensor"])
@@ -80,16 +80,16 @@ def test_a_plifs_w_that_is_no_parameter(how, monkeypatch):
     x = clip()
     for node in each(net, neuron.BaseNode):
         if how == "parametrized":
-            parametrize.register_parametrization(node, "w", Doubled())
+            parametrize.register_parametrization(node, "w", Shifted())
         else:
             w = node.w.detach().clone()
             del node._parameters["w"]
             node.w = w
     before = compare(net, x)
-    monkeypatch.setattr(Doubled, "factor", -3.0)
+    monkeypatch.setattr(Shifted, "by", -2.0)
     for node in each(net, neuron.BaseNode):
         if how != "parametrized":
-            node.w.mul_(-3.0).sub_(2.0)
+            node.w.sub_(2.0)
     assert compare(net, x) != before
 
 

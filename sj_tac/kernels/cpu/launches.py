@@ -17,7 +17,7 @@ from sj_tac.kernels.cpu.arguments import Inputs, Outputs
 from sj_tac.kernels.cpu.threads import ALONE, flat, share, vector
 from sj_tac.kernels.layout import RUNS, is_channels_last
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import in_tiles
+from sj_tac.kernels.pools import in_tiles, overlap
 
 
 class Launch:
@@ -37,7 +37,7 @@ class Launch:
     def __init__(self, o: Operands) -> None:
         """Raises ValueError where the operands do not fit each other, or are not for the tile kernels."""
         check_fire(o)
-        if not in_tiles(o.y, o.pool, o.window) or not o.y.numel():
+        if not in_tiles(o.y, o.pool, o.window) or overlap(o.pool, o.window) or not o.y.numel():
             raise ValueError("a launch is made for drives that the tile kernels run")
         y = o.y
         self.last = is_channels_last(y)
