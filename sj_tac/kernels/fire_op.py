@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.checks import check_fire, check_fire_backward, emitted_shape, refuse_dtype
+from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import in_tiles
@@ -46,6 +47,7 @@ def fire_now(
     pool: int,
     window: Sequence[int],
     group: int,
+    launcher: str = "",
 ) -> tuple[Tensor, Tensor]:
     """BN affine -> neuron steps -> pool -> weighted sums; see ``sj_tac.functional.fire`` for what the arguments mean.
 
@@ -55,6 +57,7 @@ def fire_now(
         linear: [G, 2], beta and gamma of the step on each drive, or None where they are the numbers ``decay`` and ``gain``.
         q: sigmoid(w) of a PLIF, 0-dim, without gradient.
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
+        launcher: what is to launch the CUDA kernels, by its name; "": the first that works. Without meaning on a CPU.
         lengths: steps on each drive; mode: as ``host.charge_mode``; pool: NO_POOL, MAX_POOL or AVG_POOL.
 
     Raises:
@@ -67,7 +70,7 @@ def fire_now(
 
     o = Operands(
         y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
-        surrogate, alpha, pool, window, group,
+        surrogate, alpha, pool, window, group, launcher,
     )  # fmt: skip
     refuse_dtype("fire", y, ON_CPU)
     check_fire(o)
@@ -117,6 +120,7 @@ def fire_backward(
     pool: int,
     window: Sequence[int],
     group: int,
+    launcher: str,
     need_linear: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
@@ -124,7 +128,7 @@ def fire_backward(
 
     o = Operands(
         y, None, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
-        surrogate, alpha, pool, window, group,
+        surrogate, alpha, pool, window, group, launcher,
     )  # fmt: skip
     refuse_dtype("fire_backward", y, ON_CPU)
     check_fire_backward(go, gv, o)
@@ -147,7 +151,7 @@ def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
 
 
 def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """``fire`` by the CUDA programs; ``launch`` as gpu.fire.Launch."""
+    """``fire`` by the CUDA programs; ``launch`` as gpu.program.Launcher."""
     from sj_tac.kernels.gpu import fire as cuda_fire
 
     o = Operands(*arguments)
@@ -178,19 +182,19 @@ def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *argum
 
 
 @fire.register_kernel("cuda")
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels.gpu import launch as cupy_launch
-
-    RUNS["fire", "cupy"] += 1
-    return fire_on_cuda(cupy_launch.launch, *arguments)
+def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    name, launch = launchers.named(Operands(*arguments).launcher)
+    out = fire_on_cuda(launch, *arguments)
+    RUNS["fire", name] += 1
+    return out
 
 
 @fire_backward.register_kernel("cuda")
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    from sj_tac.kernels.gpu import launch as cupy_launch
-
-    RUNS["fire", "cupy"] += 1
-    return fire_backward_on_cuda(cupy_launch.launch, *arguments)
+def _backward_on_cuda(*arguments: Any) -> tuple[Tensor, ...]:
+    name, launch = launchers.named(arguments[-2])
+    found = fire_backward_on_cuda(launch, *arguments)
+    RUNS["fire", name] += 1
+    return found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

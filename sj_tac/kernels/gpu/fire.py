@@ -1,11 +1,6 @@
-"""``fire`` on a CUDA device: which programs run, on what grids. The kernels' story is in src/*.cu.
-
-``launch`` is CuPy's (launch.py); tests put one that runs the same programs on the CPU.
-"""
+"""``fire`` on a CUDA device: which programs run, on what grids. The kernels' story is in src/*.cu."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,9 +11,6 @@ from sj_tac.kernels.layout import empty, is_channels_last
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL, pooled_size
 
-# launch(program, blocks, arguments, bytes of shared memory)
-Launch = Callable[[cuda.Program, int, Sequence[cuda.Argument], int], None]
-
 
 class Fire:
     """One call: shapes, layout and numbers that forward and backward share. Operands as checked.
@@ -28,7 +20,7 @@ class Fire:
 
     def __init__(self, o: Operands) -> None:
         y, lengths, pool, window = o.y, o.lengths, o.pool, o.window
-        self.last = is_channels_last(y)
+        self.device, self.last = y.device, is_channels_last(y)
         self.y = cuda.dense(y, self.last, y.dtype)
         self.residual = None if o.residual is None else cuda.dense(o.residual, self.last, y.dtype)
         self.groups, self.n, self.c, self.height, self.width = y.shape
@@ -73,13 +65,13 @@ class Fire:
         names = ("KH", "KW", "SH", "SW", "PH", "PW")
         return dict(zip(names, self.window, strict=True)) | {"MEAN": self.pool == AVG_POOL, "WORDS": self.words}
 
-    def masks(self, launch: Launch, v: Tensor) -> Tensor:
+    def masks(self, launch: cuda.Launcher, v: Tensor) -> Tensor:
         """All spikes as bits, [T / 32, frame], of all neurons; the last voltages into v."""
-        bits = torch.empty(self.words, self.frame, dtype=torch.int32, device=self.y.device)
+        bits = torch.empty(self.words, self.frame, dtype=torch.int32, device=self.device)
         self._steps(launch, False, bits, v)
         return bits
 
-    def _steps(self, launch: Launch, windows: bool, out: Tensor, v: Tensor) -> None:
+    def _steps(self, launch: cuda.Launcher, windows: bool, out: Tensor, v: Tensor) -> None:
         masks, slots = out.dtype == torch.int32, self.frame // (4 if windows else 1)
         half = self.y.element_size() == 2
         limit = (4 if self.last or half else 2) if windows else (8 if half else 4)
@@ -91,25 +83,26 @@ class Fire:
         blocks = -(-slots // (width * 256))
         neuron = (self.scale, self.shift, self.v0, self.linear, self.rate, self.weights)
         arguments = (self.y, self.residual, *neuron, out, v, self.call)
-        launch(cuda.program("fire_forward", **macros), blocks, arguments, 0)
+        launch(cuda.Launch(cuda.program("fire_forward", **macros), blocks, arguments, 0, self.device))
 
-    def forward(self, launch: Launch) -> tuple[Tensor, Tensor]:
+    def forward(self, launch: cuda.Launcher) -> tuple[Tensor, Tensor]:
         """Output and last voltages."""
         out = empty(self.y, self.out_shape, self.last)
         v = empty(self.y, list(self.y.shape[1:]), self.last, torch.float32)
         if self.general:
             bits = self.masks(launch, v)
             program = cuda.program("fire_pool", BLOCK=256, WIDTH_V=1, **self.common, **self.pool_macros())
-            launch(program, -(-self.emitted // 256), (bits, self.weights, out, self.call), 0)
+            arguments = (bits, self.weights, out, self.call)
+            launch(cuda.Launch(program, -(-self.emitted // 256), arguments, 0, self.device))
         else:
             self._steps(launch, self.windows, out, v)
         return out, v
 
     def backward(
-        self, launch: Launch, go: Tensor, gv: Tensor, need_linear: bool
+        self, launch: cuda.Launcher, go: Tensor, gv: Tensor, need_linear: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Gradients to y, scale and shift (both [C], without meaning where there are none), v0, linear and weights."""
-        y, device = self.y, self.y.device
+        y, device = self.y, self.device
         go, gv = cuda.dense(go, self.last, y.dtype), cuda.dense(gv, self.last, torch.float32)
         gy = empty(y, list(y.shape), self.last)
         gv0 = None if self.v0 is None else empty(y, list(y.shape[1:]), self.last, torch.float32)
@@ -155,7 +148,7 @@ class Fire:
         )  # fmt: skip
         name = "fire_backward_pooled" if self.general else "fire_backward"
         arguments = (at, self.call, np.int32(rounds), np.int32(parts))
-        launch(cuda.program(name, **macros), blocks, arguments, shared)
+        launch(cuda.Launch(cuda.program(name, **macros), blocks, arguments, shared, device))
         if self.last:
             g_scale, g_shift = channels.sum(1).unbind()
         else:
@@ -164,7 +157,7 @@ class Fire:
             g_weights = by_weight.sum(0)
         return gy, g_scale, g_shift, gv0, None if by_linear is None else by_linear.sum(0).view(-1, 2), g_weights
 
-    def _pooled_weights(self, launch: Launch, bits: Tensor, go: Tensor) -> Tensor | None:
+    def _pooled_weights(self, launch: cuda.Launcher, bits: Tensor, go: Tensor) -> Tensor | None:
         """Gradient to the weights behind a general pool."""
         if not self.group:
             return None
@@ -173,8 +166,9 @@ class Fire:
             block //= 2
         rounds = max(1, min(8, -(-self.emitted // block)))
         blocks = -(-self.emitted // (block * rounds))
-        partial = torch.empty(blocks, self.steps, dtype=torch.float32, device=self.y.device)
+        partial = torch.empty(blocks, self.steps, dtype=torch.float32, device=self.device)
         program = cuda.program("fire_pool_weights", BLOCK=block, WIDTH_V=1, **self.common, **self.pool_macros())
-        scratch, shared = cuda.tally(block, self.steps, blocks, self.y.device)
-        launch(program, blocks, (bits, go, partial, scratch, self.call, np.int32(rounds)), shared)
+        scratch, shared = cuda.tally(block, self.steps, blocks, self.device)
+        arguments = (bits, go, partial, scratch, self.call, np.int32(rounds))
+        launch(cuda.Launch(program, blocks, arguments, shared, self.device))
         return partial.sum(0)

@@ -1,10 +1,11 @@
-"""CUDA programs: the sources of the ``cuda`` folder, specialised by macros, and what their kernels are called with.
+"""CUDA programs: the sources of the folder ``src``, specialised by macros, and what their kernels are called with.
 
-Nothing here needs a GPU or CuPy: a program is text, and a call is numbers and tensors.
+Nothing here needs a GPU or a launcher: a program is text, and a launch is numbers and tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from sj_tac.errors import BackendError
 
 FOLDER = Path(__file__).parent / "src"
 # The files of each kernel, in order.
@@ -80,6 +83,44 @@ class Program:
 def program(files: str, **macros: int | bool) -> Program:
     """A program with macros in a fixed order."""
     return Program(files, tuple((name, int(value)) for name, value in sorted(macros.items())))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a program: how many blocks, with what, and on which device, whatever the arguments are.
+
+    Attributes:
+        shared: bytes of shared memory of a block. device: where the tensors are, those in a struct among them.
+    """
+
+    program: Program
+    blocks: int
+    arguments: tuple[Argument, ...]
+    shared: int
+    device: torch.device
+
+
+# What runs a launch: cupy_launch.launch, nvrtc_launch.launch, or that of a test.
+Launcher = Callable[[Launch], None]
+
+
+# The smallest program, by which a launcher finds out whether it works.
+PROBE = program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
+
+
+def value(argument: Argument) -> np.generic | np.ndarray:
+    """What goes by value: a tensor's address and a number as a scalar of NumPy, a struct as an array of size one."""
+    if argument is None or isinstance(argument, Tensor):
+        return np.uint64(address(argument))
+    return argument
+
+
+def failed(call: Launch, by: str, error: Exception) -> BackendError:
+    """What the user reads of a launch that failed: the kernel, where, by what, why, and a way out."""
+    return BackendError(
+        f"the CUDA kernel {call.program.kernel} failed on {call.device} with {by} ({dict(call.program.macros)}): "
+        f'{type(error).__name__}: {error}; backend="reference" runs without it'
+    )
 
 
 def address(x: Tensor | None) -> int:
