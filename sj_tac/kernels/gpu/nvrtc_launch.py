@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sj_tac.errors import BackendError, WriteError
+from sj_tac.errors import BackendError
 from sj_tac.kernels.gpu import program as cuda
-from sj_tac.support.files import write_whole
 
 
 def install_line() -> str:
@@ -102,8 +102,11 @@ def _code(program: cuda.Program, architecture: str) -> bytes:
     with contextlib.suppress(OSError):
         return file.read_bytes()
     code = compiled(source, architecture)
-    with contextlib.suppress(WriteError):  # a disk that cannot be written to costs time, nothing else
-        write_whole(file, lambda draft: draft.write_bytes(code))
+    with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, nothing else
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(f".{secrets.token_hex(4)}")  # whole or not at all, whoever else compiles the same
+        draft.write_bytes(code)
+        os.replace(draft, file)
     return code
 
 
