@@ -70,7 +70,18 @@ def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str,
     width = (4 if last or io else 2) if windows else (8 if io else 4)
     return {
         "IO": io, "WIDE": 0, "LAST": last, "GROUP": k if k > 1 else 0, "MODE": 2, "HARD": 1, "AFFINE": 1, "WINDOWS": windows,
-        "WIDTH_V": width, "K": k, **more,
+        "WIDTH_V": width, "K": k, "MEAN": 0, "RESIDUAL": 0, "WHOLE": 1, **more,
+    }  # fmt: skip
+
+
+def backward(macros: dict[str, int]) -> dict[str, int]:
+    """What the backward has more: fine-tuning with fixed weights, so sums for scale and shift alone, T = 16."""
+    windows, half_last = macros["WINDOWS"], macros["IO"] and macros["LAST"]
+    width = (2 if half_last and macros["K"] <= 8 else 1) if windows else 4
+    steps = cuda.segment(width * (4 if windows else 1))
+    return {
+        "WIDTH_V": width, "STEPS": steps, "SEGMENTS": 16 // max(steps, macros["K"]), "SURROGATE": 1,
+        "POOLED": 0, "BLOCK": 128, "LANES": 32 if macros["LAST"] else 1, "LINEAR_SUMS": 0, "WEIGHT_SUMS": 0,
     }  # fmt: skip
 
 
@@ -84,9 +95,8 @@ def specialisations() -> dict[str, cuda.Program]:
                     layout = ", channels_last" if last else ""
                     name = f"{dtype}{layout}, {'2x2 pool' if windows else 'no pool'}, k={k}"
                     macros = neuron(k, io, last, windows)
-                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=0, BLOCK=256)
-                    macros |= {"WIDTH_V": 1 if windows else 4, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128}
-                    found[f"backward, {name}"] = cuda.program("fire_backward", **macros, LANES=32 if last else 1)
+                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+                    found[f"backward, {name}"] = cuda.program("fire_backward", **macros | backward(macros))
     return found
 
 

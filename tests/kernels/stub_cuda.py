@@ -153,8 +153,8 @@ def bindings(device):
         modules[len(modules)] = bytes(code).decode()
         return OK, len(modules) - 1
 
-    def launch(function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
-        (source, kernel, index) = function
+    def launch(*call):
+        (source, kernel, index), gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = call
         assert device.context[-1:] == [("context", index)], "the context is not the kernel's"
         assert (gy, gz, by, bz, extra) == (1, 1, 1, 1, 0)
         assert stream == STREAM

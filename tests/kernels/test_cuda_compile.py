@@ -22,14 +22,16 @@ def programs():
     for mode, hard in product(range(6), (0, 1)):
         io, last, windows = mode % 3, mode // 3, hard
         macros = registers.neuron(2, io, bool(last), bool(windows), MODE=mode, HARD=hard, WIDE=hard, AFFINE=mode % 2)
-        yield cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=last, BLOCK=256)
-        more = {"WIDTH_V": 1, "SEGMENTS": 1 + hard, "SURROGATE": mode, "POOLED": 0, "BLOCK": 128, "LANES": 32 if last else 1}
-        yield cuda.program("fire_backward", **{**macros, **more})
+        macros |= {"RESIDUAL": last, "MEAN": windows * (io % 2), "WHOLE": io == 0}
+        yield cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        more = {"SEGMENTS": 1 + hard, "SURROGATE": mode, "LINEAR_SUMS": hard, "WEIGHT_SUMS": io % 2}
+        yield cuda.program("fire_backward", **macros | registers.backward(macros) | more)
     for mean, last in product((0, 1), (0, 1)):
-        macros = registers.neuron(3, 2 * mean, bool(last), False, WIDTH_V=1, GROUP=2 * mean)
-        yield cuda.program("fire_forward", **macros, MASKS=1, RESIDUAL=mean, BLOCK=256)
-        more = {"SEGMENTS": 1, "SURROGATE": 6, "POOLED": 1, "BLOCK": 64, "LANES": 1 + last, "REACH": 4, "MEAN": mean}
-        yield cuda.program("fire_backward_pooled", **macros, **POOL, **more)
+        macros = registers.neuron(3, 2 * mean, bool(last), False, WIDTH_V=1, GROUP=2 * mean, RESIDUAL=mean)
+        yield cuda.program("fire_forward", **macros, MASKS=1, BLOCK=256)
+        macros |= registers.backward(macros)
+        more = {"SURROGATE": 6, "POOLED": 1, "BLOCK": 64, "LANES": 1 + last, "REACH": 4, "MEAN": mean, "WIDTH_V": 1}
+        yield cuda.program("fire_backward_pooled", **macros | POOL | more)
         for kernel in ("fire_pool", "fire_pool_weights"):
             shared = COMMON | {"LAST": last, "GROUP": 2 * mean, "IO": mean}
             yield cuda.program(kernel, **shared, **POOL, MEAN=mean, BLOCK=128, WIDTH_V=1)
@@ -61,12 +63,11 @@ def test_main_specialisations_keep_their_state_in_registers():
     """Half of the lanes of a multiprocessor at least, and next to nothing spilled."""
     for k, windows in product((1, 2, 4), (False, True)):
         macros = registers.neuron(k, 0, False, windows)
-        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=0, BLOCK=256), 90)
+        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256), 90)
         assert found.registers <= 64
         assert found.spill_bytes == 0
-        more = {"WIDTH_V": 1, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128, "LANES": 1}
-        found = registers.compile_for(cuda.program("fire_backward", **{**macros, **more}), 90)
-        assert found.registers <= 168
+        found = registers.compile_for(cuda.program("fire_backward", **macros | registers.backward(macros)), 90)
+        assert found.registers <= 130
         assert found.spill_bytes == 0
 
 

@@ -104,8 +104,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
     """Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False."""
     tiled = in_tiles(o.y, o.pool, o.window)
     if o.residual is not None and not tiled:
-        y, scale, shift, linear, lengths = spread(o)
-        o = o._replace(y=y, residual=None, scale=scale, shift=shift, linear=linear, lengths=lengths)
+        o = spread(o)
     y = o.y
     last = tiled and is_channels_last(y)
     out, v = empty(y, list(emitted_shape(o)), last), empty(y, list(y.shape[1:]), last)

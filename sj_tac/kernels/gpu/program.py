@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import BackendError
+from sj_tac.kernels.layout import laid
 
 FOLDER = Path(__file__).parent / "src"
 # The files of each kernel, in order.
@@ -42,8 +43,8 @@ TENSORS = np.dtype(
     [
         (name, np.uint64)
         for name in (
-            "go", "y", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
-            "gy", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
+            "go", "y", "residual", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
+            "gy", "g_residual", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
         )
     ]
 )  # fmt: skip
@@ -134,9 +135,12 @@ def tensors(**named: Tensor | None) -> np.ndarray:
 
 
 def dense(x: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
-    """Frames [..., C, H, W] without gaps, in channels_last or contiguous; a copy where they are not."""
-    x = x.detach().to(dtype)
-    return x.movedim(-3, -1).contiguous().movedim(-1, -3) if last else x.contiguous()
+    """Frames [..., C, H, W] without gaps, in channels_last or contiguous; a copy where they are not.
+
+    They begin where a vector of any width may: the kernels read several numbers at once, and a slice begins anywhere.
+    """
+    x = laid(x.detach().to(dtype), last)
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def vector(x: Tensor | None) -> Tensor | None:
@@ -177,3 +181,8 @@ def tally(block: int, sums: int, blocks: int, device: torch.device) -> tuple[Ten
     if size <= SHARED:
         return None, size
     return torch.empty(blocks * sums * block, dtype=torch.float32, device=device), block * 4
+
+
+def segment(neurons: int) -> int:
+    """Steps of a thread's neurons whose voltages the backward keeps in registers: 32 numbers leave room for others."""
+    return min(16, max(4, 32 // neurons))
