@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import tempfile
 from dataclasses import dataclass
 from datetime import date
 
@@ -15,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import measure
-from sj_tac.kernels.gpu import program as cuda
+from sj_tac.kernels.gpu import launchers, program as cuda
 
+# By launcher: CuPy adds a flag of its own to all that it compiles, behind which numbers below 2^-126 are zeros.
+FLAGS = {launchers.CUPY: (*cuda.OPTIONS, "-ftz=true"), launchers.NVRTC: cuda.OPTIONS}
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
@@ -28,6 +32,7 @@ class Compiled:
     log: str
     registers: int
     spill_bytes: int
+    code: bytes = b""
 
     @property
     def warnings(self) -> str:
@@ -43,26 +48,44 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def compile_for(program: cuda.Program, architecture: int) -> Compiled:
-    """A program as a GPU of this architecture gets it, down to machine code."""
-    return compile_source(program.source(), architecture)
+def compile_for(program: cuda.Program, architecture: int, launcher: str = launchers.CUPY) -> Compiled:
+    """A program as a GPU of this architecture gets it from a launcher, down to machine code."""
+    return compile_source(program.source(), architecture, FLAGS[launcher])
 
 
-def compile_source(source: str, architecture: int) -> Compiled:
+def compile_source(source: str, architecture: int, options: tuple[str, ...]) -> Compiled:
     """CUDA source for one architecture, down to machine code."""
     from cuda.bindings import nvrtc
 
     _, handle = nvrtc.nvrtcCreateProgram(source.encode(), b"sj_tac.cu", 0, [], [])
-    flags = [*cuda.OPTIONS, f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
+    flags = [*options, f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
     (status,) = nvrtc.nvrtcCompileProgram(handle, len(flags), [flag.encode() for flag in flags])
     _, size = nvrtc.nvrtcGetProgramLogSize(handle)
-    log = b" " * size
+    log = bytearray(size)
     nvrtc.nvrtcGetProgramLog(handle, log)
-    nvrtc.nvrtcDestroyProgram(handle)
-    text = log.decode()
-    used, spilled = re.search(r"Used (\d+) registers", text), re.findall(r"(\d+) bytes spill", text)
     ok = status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    return Compiled(ok, text, int(used[1]) if used else 0, sum(int(n) for n in spilled))
+    code = bytearray(nvrtc.nvrtcGetCUBINSize(handle)[1] if ok else 0)
+    if ok:
+        nvrtc.nvrtcGetCUBIN(handle, code)
+    nvrtc.nvrtcDestroyProgram(handle)
+    text = log.decode().rstrip("\0")
+    used, spilled = re.search(r"Used (\d+) registers", text), re.findall(r"(\d+) bytes spill", text)
+    return Compiled(ok, text, int(used[1]) if used else 0, sum(int(n) for n in spilled), bytes(code))
+
+
+def instructions(code: bytes) -> int | None:
+    """How many instructions a kernel has, loops counted once; None without ``nvdisasm``, which Triton brings along."""
+    try:
+        from triton import knobs
+
+        disassembler = knobs.nvidia.nvdisasm.path
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        done = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=False)
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", done.stdout, re.MULTILINE)) or None
 
 
 def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str, int]:
@@ -111,7 +134,10 @@ def main() -> None:
         table.add_column(f"sm_{architecture}", justify="right")
     for name, program in specialisations().items():
         compiled = {f"sm_{a}": compile_for(program, a) for a in architectures}
-        rows[name] = {a: {"registers": c.registers, "spill_bytes": c.spill_bytes} for a, c in compiled.items()}
+        rows[name] = {
+            a: {"registers": c.registers, "spill_bytes": c.spill_bytes, "instructions": instructions(c.code)}
+            for a, c in compiled.items()
+        }
         table.add_row(
             name, *(f"{c.registers}" + (f" ({c.spill_bytes} B)" if c.spill_bytes else "") for c in compiled.values())
         )

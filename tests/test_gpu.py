@@ -8,8 +8,8 @@ from spikingjelly.activation_based import functional
 from support import csnn, frames
 
 import sj_tac
-from sj_tac.kernels.cpu.threads import RUNS
 from sj_tac.kernels.gpu import launchers
+from sj_tac.kernels.layout import RUNS
 from sj_tac.runtime.runs import Run
 
 pytestmark = [

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,17 @@ def test_the_cuda_sources_are_package_data():
     sources = [str(p.relative_to(kernels)) for p in (kernels / "src").iterdir()]
     assert len(sources) >= 8
     assert all(any(fnmatch(source, pattern) for pattern in patterns) for source in sources)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Please use the new API settings to control TF32 behavior, such as torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting `torch.set",
+        "Benchmarks are automatically disabled because xdist plugin is active.Benchmarks cannot be performed reliably in a",
+    ],
+)
+def test_what_others_say_on_a_machine_with_a_gpu_is_no_error(said):
+    warnings.warn(said, UserWarning, stacklevel=1)
+    with pytest.raises(UserWarning, match="ours"):
+        warnings.warn("ours", UserWarning, stacklevel=1)

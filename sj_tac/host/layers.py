@@ -56,12 +56,17 @@ def _lie_at(tensors: list[Tensor], places: list[tuple[Tensor, int]]) -> bool:
     return len(tensors) == len(places) and all(same)
 
 
-def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:
-    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
+def norm_numbers(norm: Any) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Weight, bias, running mean and variance of a BatchNorm."""
     # Past the module's own look-up, which costs more than the arithmetic; a parametrized weight is in neither.
     held = norm._parameters
     weight, bias = [held[name] if name in held else getattr(norm, name) for name in ("weight", "bias")]
-    mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
+    return weight, bias, norm._buffers["running_mean"], norm._buffers["running_var"]
+
+
+def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:
+    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
+    weight, bias, mean, var = norm_numbers(norm)
     numbers = var.device.type == "cpu" and var.dtype is torch.float32 and dispatch.is_plain(var)
     if numbers and not dispatch.differentiates(weight, bias):
         return known.of(norm.eps, mean, var, weight, bias)

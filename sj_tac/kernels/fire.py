@@ -131,6 +131,15 @@ def _plif(node: Any) -> Tensor | None:
 _MULTIPLYING = {ChargeMode.LIF_DECAY: ChargeMode.PLIF_DECAY, ChargeMode.LIF: ChargeMode.PLIF}
 
 
+def _decay_and_gain(call: Call, wide: torch.dtype, merged: bool) -> tuple[float | Tensor, float | Tensor]:
+    """beta and gamma of a neuron's step."""
+    w = None if merged else _plif(call.node)
+    # Only gradients need a PLIF's beside its sigmoid(w), and on a GPU each small operation is a launch.
+    if w is not None and dispatch.is_plain(call.y) and not dispatch.differentiates(call.y, *call[3:7], call.weights, w):
+        return 1.0, 1.0
+    return host.decay(call.node, wide), host.input_gain(call.node, wide)
+
+
 def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     """What the torch operator ``sj_tac::fire`` is called with; the neuron's own numbers in float32 for half drives."""
     y, node, pool, lengths = call.y, call.node, call.pool, call.lengths
@@ -140,7 +149,8 @@ def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     if spec is None or window is None:
         raise BackendError(kernel_problem(node, pool))
     merged = linear is not None
-    decay, gain = host.decay(node, wide), host.input_gain(node, wide)
+    w = _plif(node)
+    decay, gain = _decay_and_gain(call, wide, merged)
     if isinstance(decay, Tensor) and linear is None:
         pair = [torch.as_tensor(value, dtype=wide, device=y.device) for value in (decay, gain)]
         linear = torch.stack(pair).expand(len(lengths), 2)
@@ -149,7 +159,6 @@ def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     if mode in _MULTIPLYING and math.frexp(tau)[0] == 0.5:
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
         mode, tau = _MULTIPLYING[mode], 1 / tau
-    w = _plif(node)
     return Operands(
         y, call.residual, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(),
         call.weights, [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from benchmarks import event_conv, registers
-from sj_tac.kernels.gpu import program as cuda
+from sj_tac.kernels.gpu import launchers, program as cuda
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings to compile with")
 try:
@@ -35,6 +35,7 @@ def programs():
         for kernel in ("fire_pool", "fire_pool_weights"):
             shared = COMMON | {"LAST": last, "GROUP": 2 * mean, "IO": mean}
             yield cuda.program(kernel, **shared, **POOL, MEAN=mean, BLOCK=128, WIDTH_V=1)
+    yield cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=128)
     for io in range(3):
         for kernel in ("aggregate_forward", "aggregate_backward"):
             yield cuda.program(kernel, IO=io, WIDE=io == 1, GROUP=2, WIDTH_V=4, BLOCK=128)
@@ -54,7 +55,7 @@ def test_every_source_compiles(architecture):
 
 @pytest.mark.parametrize("architecture", registers.ARCHITECTURES)
 def test_the_kernel_of_the_sparsity_benchmark_compiles(architecture):
-    found = registers.compile_source(event_conv.SOURCE, architecture)
+    found = registers.compile_source(event_conv.SOURCE, architecture, registers.FLAGS["cupy"])
     assert found.ok, found.log
     assert not found.warnings, found.log
 
@@ -69,6 +70,19 @@ def test_main_specialisations_keep_their_state_in_registers():
         found = registers.compile_for(cuda.program("fire_backward", **macros | registers.backward(macros)), 90)
         assert found.registers <= 130
         assert found.spill_bytes == 0
+        count = registers.instructions(found.code)
+        assert count is None or count <= 5000
+
+
+def test_programs_are_compiled_as_their_launcher_compiles_them():
+    """CuPy adds -ftz=true: other code for a division than what a launcher of ours gets."""
+    macros = registers.neuron(2, 0, False, False, MODE=0)
+    program = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+    found = {launcher: registers.compile_for(program, 90, launcher) for launcher in launchers.NAMES}
+    assert found["cupy"].ok
+    assert found["nvrtc"].ok
+    assert found["cupy"].code != found["nvrtc"].code
+    assert registers.FLAGS["nvrtc"] == cuda.OPTIONS
 
 
 def test_the_compiler_is_really_asked():

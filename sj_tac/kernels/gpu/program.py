@@ -25,6 +25,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "fire_backward_pooled": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "windows.cuh", "backward.cu"),
     "fire_pool": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
     "fire_pool_weights": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
+    "norm_affine": ("numbers.cuh", "norm.cu"),
     "aggregate_forward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
     "aggregate_backward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
 }
