@@ -1,4 +1,4 @@
-"""The CUDA kernels on a device against the reference kernel on the same device; on the CPU, test_cuda_source.py runs them."""
+"""The CUDA kernels on a device against the reference kernel on the same device."""
 
 from itertools import product
 
@@ -63,7 +63,7 @@ def test_neurons_and_surrogates(kind, v_reset, decay_input, merge):
 
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
 def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
-    """To the last spike: its Triton kernels of LIF and PLIF round after every operation (enable_fp_fusion=False), as ours do."""
+    """To the last spike: its Triton kernels round after every operation (enable_fp_fusion=False), as ours do."""
     torch.manual_seed(0)
     for tau in (2.0, 1.7):
         spiking = node(kind, v_reset, decay_input, tau, v_threshold=0.3).cuda()
