@@ -1,4 +1,4 @@
-"""Registers and spills of the CUDA kernels in the specialisations that nets use most, by NVRTC, for every architecture.
+"""Registers, spills and instructions of the CUDA kernels as nets use them most, by NVRTC, for every architecture.
 
 Needs no GPU: the compiler is NVRTC, through ``cuda.bindings``.
 """
@@ -123,12 +123,30 @@ def specialisations() -> dict[str, cuda.Program]:
     return found
 
 
+def instructions_a_step(io: int, architecture: int = 90) -> float | None:
+    """Of the forward behind a 2x2 pool, for one step of one neuron: what k = 8 has more than k = 4."""
+    counts = []
+    for k in (4, 8):
+        macros = neuron(k, io, False, True)
+        program = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        counts.append(instructions(compile_for(program, architecture).code))
+    if counts[0] is None or counts[1] is None:
+        return None
+    return (counts[1] - counts[0]) / (4 * 4 * macros["WIDTH_V"])
+
+
+def shown(row: dict[str, int | None]) -> str:
+    """A cell of the table."""
+    spilled = f" ({row['spill_bytes']} B)" if row["spill_bytes"] else ""
+    return f"{row['registers']}{spilled}" + (f" / {row['instructions']}" if row["instructions"] else "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, action="append", help="only these (default: all supported)")
     architectures = parser.parse_args().arch or list(ARCHITECTURES)
     console, rows = Console(width=130), {}
-    table = Table(title=f"registers (bytes spilled where any), NVRTC {nvrtc_version()}", title_justify="left")
+    table = Table(title=f"registers (bytes spilled where any) / instructions, NVRTC {nvrtc_version()}", title_justify="left")
     table.add_column("kernel")
     for architecture in architectures:
         table.add_column(f"sm_{architecture}", justify="right")
@@ -138,9 +156,7 @@ def main() -> None:
             a: {"registers": c.registers, "spill_bytes": c.spill_bytes, "instructions": instructions(c.code)}
             for a, c in compiled.items()
         }
-        table.add_row(
-            name, *(f"{c.registers}" + (f" ({c.spill_bytes} B)" if c.spill_bytes else "") for c in compiled.values())
-        )
+        table.add_row(name, *(shown(row) for row in rows[name].values()))
     console.print(table)
     path = measure.RESULTS / f"cuda-registers-{date.today().isoformat()}.json"
     path.write_text(json.dumps({"nvrtc": nvrtc_version(), "kernels": rows}, indent=1) + "\n")

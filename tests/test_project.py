@@ -155,7 +155,9 @@ def test_the_arithmetic_in_the_docs_is_what_the_script_prints():
     frame = 16 * 128 * 64 * 64
     cost = arithmetic.ours(arithmetic.LAYERS[1], 2, 16, 16, 4)
     assert cost.conv_bytes == 8 * 2 * frame * 4
-    assert cost.other_bytes == 8 * frame * 4 + 8 * frame // 4 * 4 + frame * 4
+    assert cost.neuron_bytes == 8 * frame * 4 + 8 * frame // 4 * 4 + frame * 4
+    assert cost.other_bytes == 0
+    assert cost.neuron_steps == 16 * frame
     assert cost.flops == 2 * 9 * 128 * 128 * 64 * 64 * 16 * 8
 
 

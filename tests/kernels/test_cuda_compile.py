@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from benchmarks import event_conv, registers
+from benchmarks import arithmetic, event_conv, registers
 from sj_tac.kernels.gpu import launchers, program as cuda
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings to compile with")
@@ -90,3 +90,11 @@ def test_the_compiler_is_really_asked():
     found = registers.compile_for(broken, 90)
     assert not found.ok
     assert "WIDTH_V" in found.log
+
+
+@pytest.mark.parametrize(("precision", "io"), [("TF32", 0), ("bf16", 2)])
+def test_the_instructions_that_the_arithmetic_counts_are_those_of_the_kernel(precision, io):
+    found = registers.instructions_a_step(io)
+    if found is None:
+        pytest.skip("no nvdisasm")
+    assert found == pytest.approx(arithmetic.STEP[precision], abs=1)
