@@ -14,15 +14,28 @@ MISSING = "" if shutil.which("g++") else "no g++ to compile the CUDA sources for
 LAUNCHED: list[str] = []
 
 
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+
+
+def build(*arguments):
+    """g++'s complaint, or ""."""
+    done = subprocess.run(["g++", *FLAGS, *map(str, arguments)], capture_output=True, text=True, check=False)
+    return done.stderr[:4000] if done.returncode else ""
+
+
 @cache
 def folder():
-    return Path(tempfile.mkdtemp(prefix="sj_tac_shim_"))
+    """Where the builds go, with the header compiled in advance: by itself it takes longer than a kernel."""
+    made = Path(tempfile.mkdtemp(prefix="sj_tac_shim_"))
+    header = Path(shutil.copy(HERE / "shim.h", made))
+    assert not (wrong := build("-x", "c++-header", header, "-o", f"{header}.gch")), wrong
+    return made
 
 
 @cache
 def library(source, kernel):
     text = (
-        f'#include "{HERE / "shim.h"}"\n{source}\n'
+        f'#include "shim.h"\n{source}\n'
         'extern "C" int run(int blocks, int threads, size_t shared, void** arguments) '
         f"{{ return shim_run(shim_entry<&{kernel}>, blocks, threads, shared, arguments); }}\n"
         f'extern "C" int describe(char* kinds, int* sizes) {{ return shim_describe(&{kernel}, kinds, sizes); }}\n'
@@ -30,9 +43,7 @@ def library(source, kernel):
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     written, binary = folder() / f"{name}.cpp", folder() / f"{name}.so"
     written.write_text(text)
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
-    done = subprocess.run(["g++", *flags, str(written), "-o", str(binary)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{kernel}\n{done.stderr[:4000]}"
+    assert not (wrong := build(written, "-o", binary)), f"{kernel}\n{wrong}"
     return ctypes.CDLL(str(binary))
 
 
