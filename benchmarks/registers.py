@@ -141,6 +141,19 @@ def shown(row: dict[str, int | None]) -> str:
     return f"{row['registers']}{spilled}" + (f" / {row['instructions']}" if row["instructions"] else "")
 
 
+def page_table(rows: dict[str, dict[str, dict[str, int | None]]], architecture: str = "sm_90") -> str:
+    """The table of docs/gpu.md: forward, then backward, of each kind of call and k."""
+    ks = (1, 2, 4, 8)
+    lines = [f"| forward; backward | {' | '.join(f'k={k}' for k in ks)} |", "|---" * (len(ks) + 1) + "|"]
+    kinds = dict.fromkeys(name.removeprefix("forward, ").rsplit(", ", 1)[0] for name in rows if name.startswith("forward"))
+    for kind in kinds:
+        cells = [
+            "; ".join(shown(rows[f"{way}, {kind}, k={k}"][architecture]) for way in ("forward", "backward")) for k in ks
+        ]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, action="append", help="only these (default: all supported)")

@@ -184,3 +184,17 @@ def test_what_others_say_on_a_machine_with_a_gpu_is_no_error(said):
     warnings.warn(said, UserWarning, stacklevel=1)
     with pytest.raises(UserWarning, match="ours"):
         warnings.warn("ours", UserWarning, stacklevel=1)
+
+
+def test_the_registers_in_the_docs_are_those_that_the_script_found():
+    import json
+
+    from benchmarks import registers
+
+    newest = max((ROOT / "benchmarks" / "results").glob("cuda-registers-*.json"))
+    rows = json.loads(newest.read_text())["kernels"]
+    assert registers.page_table(rows) in (ROOT / "docs" / "gpu.md").read_text()
+    backward = rows["backward, float32, 2x2 pool, k=2"]["sm_90"]
+    assert backward["registers"] <= 130
+    assert backward["instructions"] <= 5000
+    assert max(row[a]["spill_bytes"] for row in rows.values() for a in row) <= 16
