@@ -6,7 +6,8 @@ Counted is what must cross the device's memory once: every tensor that an operat
 of SpikingJelly (conv with BN folded in, Triton neuron, pool): conv reads its input and writes y, the neuron reads y and
 writes spikes and the charged voltages (float32), the pool reads spikes and writes a quarter. A layer of sj_tac: conv reads
 the aggregated input and writes y, both T/k frames; ``fire`` reads y and writes the next layer's aggregate and the last
-voltages.
+voltages. Beside the bytes stands what a neuron step costs in instructions, which no k makes fewer: a kernel of neurons takes
+the longer of the two.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-# An H200: bytes a second of a device-to-device copy as measured, and dense FLOP/s of its specification.
+# An H200: 90 % of the bytes a second of its specification, and its dense FLOP/s.
 BANDWIDTH = 4.3e12
 PEAK = {"TF32": 495e12, "bf16": 989e12}
 ITEM = {"TF32": 4, "bf16": 2}
+# Instructions of one step of one neuron (benchmarks.registers.instructions_a_step), and how many an H200 starts a second:
+# 132 multiprocessors, 128 lanes, 1.98 GHz.
+STEP = {"TF32": 9.0, "bf16": 10.4}
+ISSUED = 132 * 128 * 1.98e9
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,14 @@ class Cost:
     conv_bytes: float
     other_bytes: float
     flops: float
+    neuron_bytes: float
+    neuron_steps: float
 
     def seconds(self, precision: str) -> float:
-        """The convolution is bound by its bytes or its FLOPs, the rest by its bytes."""
+        """The convolution is bound by its bytes or FLOPs, the neurons by bytes or instructions, the rest by its bytes."""
         conv = max(self.conv_bytes / BANDWIDTH, self.flops / PEAK[precision])
-        return conv + self.other_bytes / BANDWIDTH
+        neurons = max(self.neuron_bytes / BANDWIDTH, self.neuron_steps * STEP[precision] / ISSUED)
+        return conv + neurons + self.other_bytes / BANDWIDTH
 
 
 LAYERS = [Layer(2 if i == 0 else 128, 128, 128 >> i) for i in range(5)]
@@ -56,7 +64,7 @@ def host(layer: Layer, steps: int, batch: int, item: int) -> Cost:
     conv = steps * (frame_in + frame) * item
     neuron = steps * frame * (item + item + 4)
     pool = steps * frame * 1.25 * item
-    return Cost(conv, neuron + pool, flops(layer, steps, batch))
+    return Cost(conv, pool, flops(layer, steps, batch), neuron, steps * frame)
 
 
 def ours(layer: Layer, k: int, steps: int, batch: int, item: int) -> Cost:
@@ -66,11 +74,11 @@ def ours(layer: Layer, k: int, steps: int, batch: int, item: int) -> Cost:
     # The first layer's input has to be aggregated once; the others' arrives so.
     aggregate = (steps + groups) * frame_in * item if layer is LAYERS[0] and k > 1 else 0
     fire = groups * frame * 1.25 * item + frame * 4
-    return Cost(conv, fire + aggregate, flops(layer, groups, batch))
+    return Cost(conv, aggregate, flops(layer, groups, batch), fire, steps * frame)
 
 
 def flops(layer: Layer, frames: int, batch: int) -> float:
-    """Of the convolution; a neuron step's dozen are lost beside them."""
+    """Of the convolution."""
     return 2.0 * 9 * layer.inputs * frames * layer.numbers(layer.outputs, batch)
 
 
@@ -87,7 +95,7 @@ def table(precision: str, steps: int = 16, batch: int = 16) -> str:
         for name, cost_of in kinds.items():
             cost = cost_of(layer)
             totals[name] += cost.seconds(precision)
-            moved = (cost.conv_bytes + cost.other_bytes) / 1e9
+            moved = (cost.conv_bytes + cost.other_bytes + cost.neuron_bytes) / 1e9
             cells.append(f"{moved:.2f}, {cost.flops / 1e9:.0f}, {1e3 * cost.seconds(precision):.3f}")
         times = [cost_of(layer).seconds(precision) for cost_of in kinds.values()]
         cells.append(", ".join(f"{times[0] / t:.1f}x" for t in times[1:]))

@@ -1,14 +1,15 @@
-"""All that is measured on a CUDA device, in one command and one folder: the GPU tests, inference, training, bytes a second.
+"""All that is measured on a CUDA device, in one command and one folder: bytes a second, inference, training, tests.
 
 SpikingJelly runs its Triton neurons in every configuration that it offers: conv-BN folding, channels_last, torch.compile,
-CUDA graph; TF32 and bf16 (its own precision configuration, so that the neurons stay on Triton). Ratios are to its best.
-A configuration that fails is a row that says so.
+CUDA graph; TF32, bf16 (its own precision configuration, so that the neurons stay on Triton) and weights in bf16. Ratios are
+to its best. A configuration that fails is a row that says so, and every row is written before the next one begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -29,12 +30,13 @@ from torch import Tensor, nn
 import sj_tac
 from benchmarks import measure, nets
 from sj_tac.functional import fire
+from sj_tac.kernels import backends
 from sj_tac.support import machine
+from sj_tac.support.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 KS = (1, 2, 4, 8)
 LAST = measure.LAST
-Runs = dict[str, Callable[[], Any]]
 
 
 def autocast(precision: str) -> AbstractContextManager[Any]:
@@ -61,20 +63,29 @@ def eager(module: nn.Module, x: Tensor, precision: str) -> Callable[[], Any]:
     return run
 
 
+def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """What ``call`` launches, as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 def graphed(module: nn.Module, x: Tensor, precision: str) -> Callable[[], Any]:
     """The forward from rest as one CUDA graph."""
-    with torch.no_grad(), autocast(precision):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                functional.reset_net(module)
-                module(x)
-        torch.cuda.current_stream().wait_stream(side)
+
+    def call() -> None:
         functional.reset_net(module)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            module(x)
+        module(x)
+
+    with torch.no_grad(), autocast(precision):
+        graph = graph_of(call)
 
     def run() -> None:
         graph.replay()
@@ -95,121 +106,200 @@ def floor(net: nn.Module, x: Tensor, k: int, precision: str) -> Callable[[], Any
     return run
 
 
-def inference_runs(net: nn.Module, x: Tensor, precision: str, compiled: bool, failed: dict[str, str]) -> Runs:
-    """Every configuration by name; building one may fail, and then ``failed`` says why."""
-    runs: Runs = {}
+Makers = dict[str, Callable[[], Callable[[], Any]]]
 
-    def add(name: str, make: Callable[[], Callable[[], Any]]) -> None:
-        try:
-            run = make()
-            run()
-            runs[name] = run
-        except Exception as error:  # one configuration's failure must not cost the others
-            failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
 
-    last = copy.deepcopy(net).to(memory_format=torch.channels_last)
-    for suffix, source in (("", net), (LAST, last)):
-        host = host_model(copy.deepcopy(source), precision)
-        folded = host_model(conv_bn_fusion.fuse_conv_bn_eval_modules(source), precision)
-        add(f"SpikingJelly eager{suffix}", lambda host=host: eager(host, x, precision))
-        add(f"SpikingJelly BN folded{suffix}", lambda folded=folded: eager(folded, x, precision))
-        add(
-            f"SpikingJelly BN folded, CUDA graph{suffix}", lambda folded=folded: graphed(copy.deepcopy(folded), x, precision)
-        )
+def inference_rows(net: nn.Module, x: Tensor, precision: str, compiled: bool) -> Makers:
+    """Every configuration by name, and what makes its run: none is made, or can fail, before its turn."""
+    rows: Makers = {}
+
+    def of(last: bool) -> nn.Module:
+        return copy.deepcopy(net).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+    def folded(last: bool) -> nn.Module:
+        return host_model(conv_bn_fusion.fuse_conv_bn_eval_modules(of(last)), precision)
+
+    def fast(last: bool, k: int) -> nn.Module:
+        return sj_tac.convert(of(last), "preserve", k, example_input=x[:, :1])
+
+    for last, suffix in ((False, ""), (True, LAST)):
+        rows[f"SpikingJelly eager{suffix}"] = lambda last=last: eager(host_model(of(last), precision), x, precision)
+        rows[f"SpikingJelly BN folded{suffix}"] = lambda last=last: eager(folded(last), x, precision)
+        rows[f"SpikingJelly BN folded, CUDA graph{suffix}"] = lambda last=last: graphed(folded(last), x, precision)
         if compiled:
-            add(
-                f"SpikingJelly BN folded, torch.compile{suffix}",
-                lambda folded=folded: eager(torch.compile(copy.deepcopy(folded)), x, precision),
+            rows[f"SpikingJelly BN folded, torch.compile{suffix}"] = lambda last=last: eager(
+                cast(nn.Module, torch.compile(folded(last))), x, precision
             )
         for k in KS:
-            fast = sj_tac.convert(source, "preserve", k, example_input=x[:, :1])
-            add(f"sj_tac preserve k={k}{suffix}", lambda fast=fast: eager(fast, x, precision))
-            again = copy.deepcopy(fast)
-            add(f"sj_tac, CUDA graph, preserve k={k}{suffix}", lambda again=again: graphed(again, x, precision))
-            add(f"bare convolutions k={k}{suffix}", lambda source=source, k=k: floor(source, x, k, precision))
-    return runs
+            rows[f"sj_tac preserve k={k}{suffix}"] = lambda last=last, k=k: eager(fast(last, k), x, precision)
+            rows[f"sj_tac, CUDA graph, preserve k={k}{suffix}"] = lambda last=last, k=k: graphed(fast(last, k), x, precision)
+            rows[f"bare convolutions k={k}{suffix}"] = lambda last=last, k=k: floor(of(last), x, k, precision)
+    return rows
 
 
-def training_runs(net: nn.Module, x: Tensor, precision: str, failed: dict[str, str]) -> Runs:
+def training_rows(net: nn.Module, x: Tensor, precision: str) -> Makers:
     """Forward and backward, BatchNorm frozen."""
-    runs: Runs = {}
+    rows: Makers = {}
+
+    def of(module: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            functional.reset_net(module)
+            module.zero_grad()
+            with autocast(precision):
+                y = module(x)
+            y.float().sum().backward()
+            torch.cuda.synchronize()
+
+        return run
+
     for suffix in ("", LAST):
         source = copy.deepcopy(net).to(memory_format=torch.channels_last if suffix else torch.contiguous_format)
-        found = {f"SpikingJelly eager{suffix}": host_model(copy.deepcopy(source), precision)}
+        rows[f"SpikingJelly eager{suffix}"] = lambda source=source: of(host_model(copy.deepcopy(source), precision))
         for k in KS[:3]:
-            found[f"sj_tac preserve k={k}{suffix}"] = sj_tac.convert(source, "preserve", k, example_input=x[:, :1])
-        for name, module in found.items():
+            rows[f"sj_tac preserve k={k}{suffix}"] = lambda source=source, k=k: of(
+                sj_tac.convert(source, "preserve", k, example_input=x[:, :1])
+            )
+    return rows
 
-            def run(module: nn.Module = module) -> None:
-                functional.reset_net(module)
-                module.zero_grad()
-                with autocast(precision):
-                    y = module(x)
-                y.float().sum().backward()
-                torch.cuda.synchronize()
 
+class Results:
+    """What was measured so far: in a file after every row, so that nothing that comes later can lose it."""
+
+    def __init__(self, folder: Path, minutes: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.end = folder / "all.json", time.monotonic() + 60 * minutes
+        self.content: dict[str, Any] = {"machine": machine.describe()}
+        self._write()
+
+    def _write(self) -> None:
+        write_text(self.file, json.dumps(self.content, indent=1) + "\n")
+
+    def add(self, stage: str, name: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The row of one configuration, or one that says why there is none."""
+        row: dict[str, Any] = {"name": name}
+        if time.monotonic() > self.end:
+            row["failed"] = "not measured: out of time"
+        else:
             try:
-                run()
-                runs[name] = run
-            except Exception as error:  # as above
-                failed[name] = f"{type(error).__name__}: {str(error)[:300]}"
-    return runs
+                row |= measured()
+            except Exception as error:  # one configuration's failure must not cost the others
+                row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
+        self.content.setdefault(stage, []).append(row)
+        self._write()
+        return row
 
 
-def peaks(runs: Runs) -> dict[str, dict[str, Any]]:
-    """Device memory that a call takes on top of what is there, in MB."""
-    found = {}
-    for name, run in runs.items():
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        found[name] = {"peak MB": round((torch.cuda.max_memory_allocated() - before) / 1e6, 1)}
-    return found
+def timed(make: Callable[[], Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    """Seconds of each round, and the device memory in MB that a call takes on top of what is there.
+
+    A CUDA graph takes its memory when it is captured, so for one it is what making it took.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run = make()
+    run()
+    made = torch.cuda.max_memory_allocated() - before
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    called = torch.cuda.max_memory_allocated() - held
+    seconds = measure.in_turns({"": run}, rounds)[""]
+    return {"seconds": seconds, "peak MB": round((called or made) / 1e6, 1)}
 
 
-def seconds_of(run: Callable[[], Any], repeats: int = 30) -> float:
-    """Of one run, from CUDA events around many."""
-    for _ in range(3):
-        run()
+def seconds_of(call: Callable[[], Any], repeats: int = 30) -> float:
+    """Of one call on the device alone: replays of a CUDA graph, between events, so that no Python is in it."""
+    graph = graph_of(call)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
     begin.record()
     for _ in range(repeats):
-        run()
+        graph.replay()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
 @torch.no_grad()
-def bandwidth() -> list[dict[str, Any]]:
-    """Bytes a second of ``fire`` alone, by DVSGestureNet's first two layers at batch 16, against a copy of as many bytes."""
+def fire_bandwidth(dtype: torch.dtype, last: bool, size: int, k: int) -> dict[str, Any]:
+    """Bytes a second of ``fire`` alone, as in a layer of DVSGestureNet at batch 16, against a copy of as many bytes."""
     net, _ = nets.make("DVSGestureNet", 1)
     node = next(m for m in net.modules() if hasattr(m, "v_threshold"))
-    pool, rows = nn.MaxPool2d(2, 2), []
+    groups, pool = 16 // k, nn.MaxPool2d(2, 2)
+    layout = torch.channels_last if last else torch.contiguous_format
+    y = torch.randn(groups * 16, 128, size, size, dtype=dtype, device="cuda").contiguous(memory_format=layout)
+    y, weights = y.unflatten(0, (groups, 16)), torch.rand(16, device="cuda") if k > 1 else None
+    scale, shift = torch.rand(128, device="cuda"), torch.rand(128, device="cuda")
+    kernel, _ = backends.fastest("auto", y.device, dtype)
+
+    def run() -> Any:
+        return fire(y, node, k, scale=scale, shift=shift, pool=pool, weights=weights, group=k, backend=kernel)
+
+    out, v = run()
+    moved = sum(t.numel() * t.element_size() for t in (y, out, v))
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    ours, copying = seconds_of(run), seconds_of(lambda: target.copy_(source))
+    rates = {"GB/s": round(moved / ours / 1e9), "copy GB/s": round(moved / copying / 1e9)}
+    return {"kernel": kernel, "ms": 1e3 * ours, **rates, "of copy": round(copying / ours, 3)}
+
+
+def bandwidth(results: Results, console: Console) -> None:
+    """``fire_bandwidth`` of the first two layers in every dtype and layout."""
     for dtype in (torch.float32, torch.bfloat16):
-        for layout in (torch.contiguous_format, torch.channels_last):
+        for last in (False, True):
             for size, k in ((128, 1), (128, 2), (128, 4), (64, 2)):
-                groups = 16 // k
-                y = torch.randn(groups * 16, 128, size, size, dtype=dtype, device="cuda").contiguous(memory_format=layout)
-                y, weights = y.unflatten(0, (groups, 16)), torch.rand(16, device="cuda") if k > 1 else None
-                scale, shift = torch.rand(128, device="cuda"), torch.rand(128, device="cuda")
+                name = f"{str(dtype)[6:]}, {size} x {size}, k={k}{LAST if last else ''}"
+                case = (dtype, last, size, k)
+                console.print(results.add("bandwidth", name, lambda case=case: fire_bandwidth(*case)))
 
-                def run(
-                    y: Tensor = y, k: int = k, weights: Tensor | None = weights, s: Tensor = scale, b: Tensor = shift
-                ) -> Any:
-                    return fire(y, node, k, scale=s, shift=b, pool=pool, weights=weights, group=k, backend="cupy")
 
-                out, v = run()
-                moved = sum(t.numel() * t.element_size() for t in (y, out, v))
-                source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
-                target = torch.empty_like(source)
-                ours, copying = seconds_of(run), seconds_of(lambda a=target, b=source: a.copy_(b))
-                rows.append({
-                    "name": f"{str(dtype)[6:]}, {size} x {size}, k={k}{LAST if layout == torch.channels_last else ''}",
-                    "ms": 1e3 * ours, "GB/s": round(moved / ours / 1e9), "copy GB/s": round(moved / copying / 1e9),
-                    "of copy": round(copying / ours, 3),
-                })  # fmt: skip
-    return rows
+PRECISIONS = ("TF32", "bf16", "bf16 weights")
+
+
+def tables(results: Results, console: Console, options: argparse.Namespace) -> None:
+    """Inference, then training, of every net in every precision."""
+    for kind in ("inference", "training"):
+        for name in options.net or ["DVSGestureNet", "paper-dvs"]:
+            for precision in PRECISIONS:
+                title = f"{kind} {name} {precision}, batch {options.batch}"
+                net, x = nets.make(name, options.batch, "cuda")
+                if precision == "bf16 weights":
+                    net, x = net.to(torch.bfloat16), x.to(torch.bfloat16)
+                compiled = not options.no_compile
+                rows = (
+                    inference_rows(net, x, precision, compiled) if kind == "inference" else training_rows(net, x, precision)
+                )
+                found = [
+                    results.add(title, row, lambda make=make: timed(make, options.rounds)) for row, make in rows.items()
+                ]
+                good = {row["name"]: row for row in found if "failed" not in row}
+                for row in found:
+                    if "failed" in row:
+                        console.print(f"failed: {title}: {row['name']}: {row['failed']}")
+                if good:
+                    host = [label for label in good if label.startswith("SpikingJelly")]
+                    more = {label: {"peak MB": row["peak MB"]} for label, row in good.items()}
+                    shown = measure.rows({label: row["seconds"] for label, row in good.items()}, host, more)
+                    measure.table(title, shown, console)
+                    file = options.out / f"{title.replace(' ', '-').replace(',', '')}.json"
+                    measure.save(file, title, {name: shown}, options.rounds)
+                console.save_text(str(options.out / "report.txt"), clear=False)
+
+
+def tests(out: Path, console: Console, seconds: float) -> None:
+    """The tests that need a device, apart from what is measured: they compile hundreds of specialisations."""
+    files = ["tests/test_gpu.py", "tests/kernels/test_gpu_fire.py"]
+    command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-n", "8", "--junitxml", str(out / "tests.xml")]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)
+        said = done.stdout + done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = f"{type(error).__name__}: {error}"
+    write_text(out / "tests.txt", said)
+    console.print(said[-1500:])
 
 
 def main() -> None:
@@ -218,48 +308,19 @@ def main() -> None:
     parser.add_argument("--net", action="append", choices=list(nets.CASES), help="default: DVSGestureNet, then paper-dvs")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--minutes", type=float, default=8.5, help="start no further table after this")
+    parser.add_argument("--minutes", type=float, default=8.5, help="measure nothing more after this")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile of SpikingJelly")
-    parser.add_argument("--no-tests", action="store_true", help="leave out pytest -m gpu")
+    parser.add_argument("--tests", type=float, metavar="MINUTES", help="run the GPU tests, after all that is measured")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: torch.cuda.is_available() is False")
-    start, console = time.monotonic(), Console(width=130, record=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    if not options.no_tests:
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--junitxml", str(options.out / "tests.xml")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        (options.out / "tests.txt").write_text(done.stdout + done.stderr)
-        console.print(done.stdout[-1500:])
-    everything: dict[str, Any] = {"machine": machine.describe(), "bandwidth": bandwidth(), "failed": {}}
-    for row in everything["bandwidth"]:
-        console.print(row)
-    for name in options.net or ["DVSGestureNet", "paper-dvs"]:
-        for precision in ("TF32", "bf16"):
-            for kind in ("inference", "training"):
-                if time.monotonic() - start > 60 * options.minutes:
-                    console.print(f"out of time before {kind} of {name}, {precision}")
-                    continue
-                title, failed = f"{kind} {name} {precision}, batch {options.batch}", {}
-                net, x = nets.make(name, options.batch, "cuda")
-                if kind == "inference":
-                    runs = inference_runs(net, x, precision, not options.no_compile, failed)
-                else:
-                    runs = training_runs(net, x, precision, failed)
-                for lost, why in failed.items():
-                    console.print(f"failed: {title}: {lost}: {why}")
-                everything["failed"][title] = failed
-                seconds = measure.interleaved(runs, options.rounds, title)
-                rows = measure.rows(seconds, [label for label in runs if label.startswith("SpikingJelly")], peaks(runs))
-                measure.table(title, rows, console)
-                measure.save(
-                    options.out / f"{title.replace(' ', '-').replace(',', '')}.json", title, {name: rows}, options.rounds
-                )
-                everything[title] = rows
-                (options.out / "all.json").write_text(json.dumps(everything, indent=1) + "\n")
-                del runs
-                torch.cuda.empty_cache()
+    console = Console(width=130, record=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    results = Results(options.out, options.minutes)
+    bandwidth(results, console)
+    tables(results, console, options)
+    if options.tests:
+        tests(options.out, console, 60 * options.tests)
     console.save_text(str(options.out / "report.txt"))
     console.print(f"Written: {options.out}")
 

@@ -135,7 +135,11 @@ def table(title: str, rows: list[dict[str, Any]], console: Console) -> None:
     for row in rows:
         floor = f"{row['to_floor']:.2f}" if row["to_floor"] else ""
         shown.add_row(
-            row["name"], f"{row['ms']:.1f}", f"{row['to_best']:.2f}x", floor, *(str(row[key] or "") for key in extra)
+            row["name"],
+            f"{row['ms']:.1f}",
+            f"{row['to_best']:.2f}x" if row["to_best"] else "",
+            floor,
+            *(str(row[key] or "") for key in extra),
         )
     console.print(shown)
 
@@ -143,12 +147,17 @@ def table(title: str, rows: list[dict[str, Any]], console: Console) -> None:
 def rows(seconds: dict[str, list[float]], host: list[str], more: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Medians; ratios to the best SpikingJelly configuration of the run and to the bare convolutions of the same k."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    best = min(medians[name] for name in host)
+    best = min((medians[name] for name in host if name in medians), default=None)
     out = []
     for name, value in medians.items():
         k = name.rsplit("k=", 1)[1] if "k=" in name else "1"
         floor = medians.get(f"bare convolutions k={k}") if name.startswith("sj_tac") else None
-        row = {"name": name, "ms": 1e3 * value, "to_best": best / value, "to_floor": value / floor if floor else None}
+        row = {
+            "name": name,
+            "ms": 1e3 * value,
+            "to_best": best / value if best else None,
+            "to_floor": value / floor if floor else None,
+        }
         out.append(row | more.get(name, {}))
     return out
 
@@ -177,7 +186,7 @@ def save(path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds
         return path
     figure, axes = pyplot.subplots(1, len(results), figsize=(4.2 * len(results), 4.5), squeeze=False)
     for axis, (net, table_rows) in zip(axes[0], results.items(), strict=True):
-        shown = [r for r in table_rows if not r["name"].startswith("bare")]
+        shown = [r for r in table_rows if r["to_best"] and not r["name"].startswith("bare")]
         colors = ["#2a6fbb" if r["name"].startswith("sj_tac") else "#8c8c8c" for r in shown]
         bars = axis.barh([r["name"] for r in shown][::-1], [r["to_best"] for r in shown][::-1], color=colors[::-1])
         axis.bar_label(bars, fmt="%.2fx", padding=2, fontsize=7)

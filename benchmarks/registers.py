@@ -1,4 +1,4 @@
-"""Registers and spills of the CUDA kernels in the specialisations that nets use most, by NVRTC, for every architecture.
+"""Registers, spills and instructions of the CUDA kernels as nets use them most, by NVRTC, for every architecture.
 
 Needs no GPU: the compiler is NVRTC, through ``cuda.bindings``.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import tempfile
 from dataclasses import dataclass
 from datetime import date
 
@@ -15,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import measure
-from sj_tac.kernels.gpu import program as cuda
+from sj_tac.kernels.gpu import launchers, program as cuda
 
+# By launcher: CuPy adds a flag of its own to all that it compiles, behind which numbers below 2^-126 are zeros.
+FLAGS = {launchers.CUPY: (*cuda.OPTIONS, "-ftz=true"), launchers.NVRTC: cuda.OPTIONS}
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 
@@ -28,6 +32,7 @@ class Compiled:
     log: str
     registers: int
     spill_bytes: int
+    code: bytes = b""
 
     @property
     def warnings(self) -> str:
@@ -43,26 +48,44 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
-def compile_for(program: cuda.Program, architecture: int) -> Compiled:
-    """A program as a GPU of this architecture gets it, down to machine code."""
-    return compile_source(program.source(), architecture)
+def compile_for(program: cuda.Program, architecture: int, launcher: str = launchers.CUPY) -> Compiled:
+    """A program as a GPU of this architecture gets it from a launcher, down to machine code."""
+    return compile_source(program.source(), architecture, FLAGS[launcher])
 
 
-def compile_source(source: str, architecture: int) -> Compiled:
+def compile_source(source: str, architecture: int, options: tuple[str, ...]) -> Compiled:
     """CUDA source for one architecture, down to machine code."""
     from cuda.bindings import nvrtc
 
     _, handle = nvrtc.nvrtcCreateProgram(source.encode(), b"sj_tac.cu", 0, [], [])
-    flags = [*cuda.OPTIONS, f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
+    flags = [*options, f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
     (status,) = nvrtc.nvrtcCompileProgram(handle, len(flags), [flag.encode() for flag in flags])
     _, size = nvrtc.nvrtcGetProgramLogSize(handle)
-    log = b" " * size
+    log = bytearray(size)
     nvrtc.nvrtcGetProgramLog(handle, log)
-    nvrtc.nvrtcDestroyProgram(handle)
-    text = log.decode()
-    used, spilled = re.search(r"Used (\d+) registers", text), re.findall(r"(\d+) bytes spill", text)
     ok = status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    return Compiled(ok, text, int(used[1]) if used else 0, sum(int(n) for n in spilled))
+    code = bytearray(nvrtc.nvrtcGetCUBINSize(handle)[1] if ok else 0)
+    if ok:
+        nvrtc.nvrtcGetCUBIN(handle, code)
+    nvrtc.nvrtcDestroyProgram(handle)
+    text = log.decode().rstrip("\0")
+    used, spilled = re.search(r"Used (\d+) registers", text), re.findall(r"(\d+) bytes spill", text)
+    return Compiled(ok, text, int(used[1]) if used else 0, sum(int(n) for n in spilled), bytes(code))
+
+
+def instructions(code: bytes) -> int | None:
+    """How many instructions a kernel has, loops counted once; None without ``nvdisasm``, which Triton brings along."""
+    try:
+        from triton import knobs
+
+        disassembler = knobs.nvidia.nvdisasm.path
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        done = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=False)
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", done.stdout, re.MULTILINE)) or None
 
 
 def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str, int]:
@@ -70,7 +93,18 @@ def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str,
     width = (4 if last or io else 2) if windows else (8 if io else 4)
     return {
         "IO": io, "WIDE": 0, "LAST": last, "GROUP": k if k > 1 else 0, "MODE": 2, "HARD": 1, "AFFINE": 1, "WINDOWS": windows,
-        "WIDTH_V": width, "K": k, **more,
+        "WIDTH_V": width, "K": k, "MEAN": 0, "RESIDUAL": 0, "WHOLE": 1, **more,
+    }  # fmt: skip
+
+
+def backward(macros: dict[str, int]) -> dict[str, int]:
+    """What the backward has more: fine-tuning with fixed weights, so sums for scale and shift alone, T = 16."""
+    windows, half_last = macros["WINDOWS"], macros["IO"] and macros["LAST"]
+    width = (2 if half_last and macros["K"] <= 8 else 1) if windows else 4
+    steps = cuda.segment(width * (4 if windows else 1))
+    return {
+        "WIDTH_V": width, "STEPS": steps, "SEGMENTS": 16 // max(steps, macros["K"]), "SURROGATE": 1,
+        "POOLED": 0, "BLOCK": 128, "LANES": 32 if macros["LAST"] else 1, "LINEAR_SUMS": 0, "WEIGHT_SUMS": 0,
     }  # fmt: skip
 
 
@@ -84,10 +118,40 @@ def specialisations() -> dict[str, cuda.Program]:
                     layout = ", channels_last" if last else ""
                     name = f"{dtype}{layout}, {'2x2 pool' if windows else 'no pool'}, k={k}"
                     macros = neuron(k, io, last, windows)
-                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=0, BLOCK=256)
-                    macros |= {"WIDTH_V": 1 if windows else 4, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128}
-                    found[f"backward, {name}"] = cuda.program("fire_backward", **macros, LANES=32 if last else 1)
+                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+                    found[f"backward, {name}"] = cuda.program("fire_backward", **macros | backward(macros))
     return found
+
+
+def instructions_a_step(io: int, architecture: int = 90) -> float | None:
+    """Of the forward behind a 2x2 pool, for one step of one neuron: what k = 8 has more than k = 4."""
+    counts = []
+    for k in (4, 8):
+        macros = neuron(k, io, False, True)
+        program = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        counts.append(instructions(compile_for(program, architecture).code))
+    if counts[0] is None or counts[1] is None:
+        return None
+    return (counts[1] - counts[0]) / (4 * 4 * macros["WIDTH_V"])
+
+
+def shown(row: dict[str, int | None]) -> str:
+    """A cell of the table."""
+    spilled = f" ({row['spill_bytes']} B)" if row["spill_bytes"] else ""
+    return f"{row['registers']}{spilled}" + (f" / {row['instructions']}" if row["instructions"] else "")
+
+
+def page_table(rows: dict[str, dict[str, dict[str, int | None]]], architecture: str = "sm_90") -> str:
+    """The table of docs/gpu.md: forward, then backward, of each kind of call and k."""
+    ks = (1, 2, 4, 8)
+    lines = [f"| forward; backward | {' | '.join(f'k={k}' for k in ks)} |", "|---" * (len(ks) + 1) + "|"]
+    kinds = dict.fromkeys(name.removeprefix("forward, ").rsplit(", ", 1)[0] for name in rows if name.startswith("forward"))
+    for kind in kinds:
+        cells = [
+            "; ".join(shown(rows[f"{way}, {kind}, k={k}"][architecture]) for way in ("forward", "backward")) for k in ks
+        ]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -95,16 +159,17 @@ def main() -> None:
     parser.add_argument("--arch", type=int, action="append", help="only these (default: all supported)")
     architectures = parser.parse_args().arch or list(ARCHITECTURES)
     console, rows = Console(width=130), {}
-    table = Table(title=f"registers (bytes spilled where any), NVRTC {nvrtc_version()}", title_justify="left")
+    table = Table(title=f"registers (bytes spilled where any) / instructions, NVRTC {nvrtc_version()}", title_justify="left")
     table.add_column("kernel")
     for architecture in architectures:
         table.add_column(f"sm_{architecture}", justify="right")
     for name, program in specialisations().items():
         compiled = {f"sm_{a}": compile_for(program, a) for a in architectures}
-        rows[name] = {a: {"registers": c.registers, "spill_bytes": c.spill_bytes} for a, c in compiled.items()}
-        table.add_row(
-            name, *(f"{c.registers}" + (f" ({c.spill_bytes} B)" if c.spill_bytes else "") for c in compiled.values())
-        )
+        rows[name] = {
+            a: {"registers": c.registers, "spill_bytes": c.spill_bytes, "instructions": instructions(c.code)}
+            for a, c in compiled.items()
+        }
+        table.add_row(name, *(shown(row) for row in rows[name].values()))
     console.print(table)
     path = measure.RESULTS / f"cuda-registers-{date.today().isoformat()}.json"
     path.write_text(json.dumps({"nvrtc": nvrtc_version(), "kernels": rows}, indent=1) + "\n")

@@ -82,7 +82,7 @@ def _notes(source: nn.Module, target: nn.Module, plan: Plan, example_input: Any)
 
 def _runs_here(target: nn.Module, plan: Plan) -> bool:
     device = next((p.device.type for p in target.parameters()), "cpu")
-    return plan.backend != backends.CUPY or device == "cuda"
+    return plan.backend not in backends.ON_CUDA or device == "cuda"
 
 
 def _verify(target: nn.Module, plan: Plan, example_input: Any) -> None:

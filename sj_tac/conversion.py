@@ -50,7 +50,7 @@ def convert(
         k: frames per convolution where the policy does not say.
         example_input: a real input; needed by models that ask their input's shape in forward. With it the report has MACs,
             and the converted net is run: its output must have the source's shape and be finite, and at k=1 be the same.
-        backend: "auto" (numba on the CPU, cupy on CUDA, else reference), or the name of a kernel that must run.
+        backend: "auto" (numba on the CPU; cupy, else nvrtc, on CUDA; else reference), or the name of a kernel that must run.
         fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
         calibration (in ``options``, as what follows): for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames,

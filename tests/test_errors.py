@@ -187,7 +187,7 @@ def test_a_model_that_cannot_be_deep_copied(net):
 
 def test_backends(net):
     with pytest.raises(
-        BackendError, match=r"backend='cuda' is unknown; choose one of \['auto', 'reference', 'numba', 'cupy'\]"
+        BackendError, match=r"backend='cuda' is unknown; choose one of \['auto', 'reference', 'numba', 'cupy', 'nvrtc'\]"
     ):
         sj_tac.convert(net, backend="cuda")
     assert sj_tac.report(sj_tac.convert(net, backend="reference"))["0"].kernel == "reference, fused"

@@ -9,8 +9,8 @@ from support import csnn, frames
 
 import sj_tac
 from sj_tac.errors import CaptureError
-from sj_tac.kernels.cpu.threads import RUNS
-from sj_tac.kernels.gpu import launch as cupy_launch
+from sj_tac.kernels.gpu import launchers
+from sj_tac.kernels.layout import RUNS
 from sj_tac.runtime.runs import Run
 
 pytestmark = [
@@ -33,7 +33,7 @@ def on_device(policy, k, **options):
 
 
 def test_the_cuda_kernels_are_what_runs():
-    assert cupy_launch.problem() == ""
+    assert launchers.problem("cupy") == ""
     _, fast, x = on_device("preserve", 2, backend="cupy")
     before = RUNS["fire", "cupy"]
     with torch.no_grad():

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,9 @@ def test_the_arithmetic_in_the_docs_is_what_the_script_prints():
     frame = 16 * 128 * 64 * 64
     cost = arithmetic.ours(arithmetic.LAYERS[1], 2, 16, 16, 4)
     assert cost.conv_bytes == 8 * 2 * frame * 4
-    assert cost.other_bytes == 8 * frame * 4 + 8 * frame // 4 * 4 + frame * 4
+    assert cost.neuron_bytes == 8 * frame * 4 + 8 * frame // 4 * 4 + frame * 4
+    assert cost.other_bytes == 0
+    assert cost.neuron_steps == 16 * frame
     assert cost.flops == 2 * 9 * 128 * 128 * 64 * 64 * 16 * 8
 
 
@@ -167,3 +170,31 @@ def test_the_cuda_sources_are_package_data():
     sources = [str(p.relative_to(kernels)) for p in (kernels / "src").iterdir()]
     assert len(sources) >= 8
     assert all(any(fnmatch(source, pattern) for pattern in patterns) for source in sources)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Please use the new API settings to control TF32 behavior, such as torch.backends.cudnn.conv.fp32_precision",
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting",
+        "Benchmarks are automatically disabled because xdist plugin is active.Benchmarks cannot be performed reliably in a",
+    ],
+)
+def test_what_others_say_on_a_machine_with_a_gpu_is_no_error(said):
+    warnings.warn(said, UserWarning, stacklevel=1)
+    with pytest.raises(UserWarning, match="ours"):
+        warnings.warn("ours", UserWarning, stacklevel=1)
+
+
+def test_the_registers_in_the_docs_are_those_that_the_script_found():
+    import json
+
+    from benchmarks import registers
+
+    newest = max((ROOT / "benchmarks" / "results").glob("cuda-registers-*.json"))
+    rows = json.loads(newest.read_text())["kernels"]
+    assert registers.page_table(rows) in (ROOT / "docs" / "gpu.md").read_text()
+    backward = rows["backward, float32, 2x2 pool, k=2"]["sm_90"]
+    assert backward["registers"] <= 130
+    assert backward["instructions"] <= 5000
+    assert max(row[a]["spill_bytes"] for row in rows.values() for a in row) <= 16

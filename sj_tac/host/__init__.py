@@ -14,6 +14,7 @@ from sj_tac.host.kinds import (
 from sj_tac.host.layers import (
     Affine as Affine,
     affine as affine,
+    norm_numbers as norm_numbers,
     pool_frames as pool_frames,
     pool_window as pool_window,
 )

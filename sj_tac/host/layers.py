@@ -61,13 +61,21 @@ def _number(x: Tensor) -> _Number:
     return _Number(x, (x.data_ptr(), x.shape, x.stride()), array, array.tobytes())
 
 
-def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:
-    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
+def norm_numbers(norm: Any) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Weight, bias, running mean and variance of a BatchNorm."""
     # Past the module's own look-up, which costs more than the arithmetic; a parametrized weight is in neither.
     held = norm._parameters
+    weight, bias = [held[name] if name in held else getattr(norm, name) for name in ("weight", "bias")]
+    return weight, bias, norm._buffers["running_mean"], norm._buffers["running_var"]
+
+
+def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:
+    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
+    # norm_numbers, written out: small maps cost little more than the way to their kernel.
+    held, buffers = norm._parameters, norm._buffers
     weight = held["weight"] if "weight" in held else norm.weight  # noqa: SIM401
     bias = held["bias"] if "bias" in held else norm.bias  # noqa: SIM401
-    mean, var = norm._buffers["running_mean"], norm._buffers["running_var"]
+    mean, var = buffers["running_mean"], buffers["running_var"]
     numbers = var.device.type == "cpu" and var.dtype is torch.float32 and dispatch.is_plain(var)
     if numbers and not (torch.is_grad_enabled() and dispatch.differentiates(weight, bias)):
         return known.of(norm.eps, mean, var, weight, bias)

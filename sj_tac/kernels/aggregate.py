@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,16 +45,21 @@ def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[
     return _by_operator(wide, chosen, group).to(frames.dtype)
 
 
-def run_cupy(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
-    """The CUDA kernel, which reads and writes half itself."""
-    return _by_operator(frames, *_flat(frames, weights, tail))
+def _run_cuda(launcher: str) -> Runner:
+    def run(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
+        """The CUDA kernel, which reads and writes half itself."""
+        return _by_operator(frames, *_flat(frames, weights, tail), launcher)
+
+    return run
 
 
-def _by_operator(frames: Tensor, weights: Tensor, group: int) -> Tensor:
+def _by_operator(frames: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
     backends.refuse_onnx("aggregate")
     refuse_tangents("aggregate", frames, weights, advice=INSTEAD)
-    summed: Tensor = aggregate_op.aggregate(frames, weights, group)
+    summed: Tensor = aggregate_op.aggregate(frames, weights, group, launcher)
     return summed
 
 
-RUNNERS = {reference.NAME: run_reference, backends.NUMBA: run_numba, backends.CUPY: run_cupy}
+Runner = Callable[..., Tensor]
+RUNNERS: dict[str, Runner] = {reference.NAME: run_reference, backends.NUMBA: run_numba}
+RUNNERS |= {name: _run_cuda(name) for name in backends.ON_CUDA}

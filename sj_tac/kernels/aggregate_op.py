@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sj_tac.kernels.checks import check_aggregate, refuse_dtype
 from sj_tac.kernels.cpu.threads import flat, share, vector
+from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last
 
 # Dtypes of frames on each device.
@@ -30,8 +31,12 @@ def _rows(x: Tensor, like: Tensor) -> Any:
     return flat(x, last, like).reshape(x.shape[0], -1)
 
 
-def aggregate_now(x: Tensor, weights: Tensor, group: int) -> Tensor:
-    """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], in float32 or float64."""
+def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
+    """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], in float32 or float64.
+
+    Args:
+        launcher: what is to launch the CUDA kernel, by its name; "": the first that works. Without meaning on a CPU.
+    """
     from sj_tac.kernels.cpu import aggregate as numba_aggregate
 
     refuse_dtype("aggregate", x, ON_CPU)
@@ -49,14 +54,14 @@ aggregate = torch.library.custom_op("sj_tac::aggregate", aggregate_now, mutates_
 
 
 @aggregate.register_fake
-def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
+def _(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
     check_aggregate(x, weights, group)
     return _like(x, -(-x.shape[0] // group))
 
 
 @torch.library.custom_op("sj_tac::aggregate_backward", mutates_args=(), device_types="cpu")
 def aggregate_backward(
-    go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool
+    go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool, launcher: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Gradients to x and weights; empty where not needed."""
     from sj_tac.kernels.cpu import aggregate as numba_aggregate
@@ -76,43 +81,50 @@ def aggregate_backward(
 
 
 @aggregate_backward.register_fake
-def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
+def _(
+    go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool, launcher: str = ""
+) -> tuple[Tensor, Tensor]:
     check_aggregate(x, weights, group, go)
     gx = _like(x, x.shape[0]) if need_x else x.new_empty(0)
     return gx, weights.new_empty(x.shape[0] if need_weights else 0)
 
 
 @aggregate.register_kernel("cuda")
-def _(x: Tensor, weights: Tensor, group: int) -> Tensor:
-    from sj_tac.kernels.gpu import aggregate as cuda_aggregate, launch as cupy_launch
+def _on_cuda(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
+    from sj_tac.kernels.gpu import aggregate as cuda_aggregate
 
     refuse_dtype("aggregate", x, ON_CUDA)
     check_aggregate(x, weights, group)
-    RUNS["aggregate", "cupy"] += 1
-    return cuda_aggregate.forward(cupy_launch.launch, x, weights, group)
+    name, launch = launchers.named(launcher)
+    out = cuda_aggregate.forward(launch, x, weights, group)
+    RUNS["aggregate", name] += 1
+    return out
 
 
 @aggregate_backward.register_kernel("cuda")
-def _(go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels.gpu import aggregate as cuda_aggregate, launch as cupy_launch
+def _backward_on_cuda(
+    go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool, launcher: str = ""
+) -> tuple[Tensor, Tensor]:
+    from sj_tac.kernels.gpu import aggregate as cuda_aggregate
 
     refuse_dtype("aggregate", x, ON_CUDA)
     check_aggregate(x, weights, group, go)
-    RUNS["aggregate", "cupy"] += 1
-    gx, g_weights = cuda_aggregate.backward(cupy_launch.launch, go, x, weights, group, need_x, need_weights)
+    name, launch = launchers.named(launcher)
+    gx, g_weights = cuda_aggregate.backward(launch, go, x, weights, group, need_x, need_weights)
+    RUNS["aggregate", name] += 1
     return (x.new_empty(0) if gx is None else gx), (weights.new_empty(0) if g_weights is None else g_weights)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:2])
-    ctx.group = inputs[2]
+    ctx.group, ctx.launcher = inputs[2:]
 
 
 def _backward(ctx: Any, go: Tensor) -> tuple[Any, ...]:
     x, weights = ctx.saved_tensors
     need_x, need_weights = ctx.needs_input_grad[:2]
-    gx, g_weights = aggregate_backward(go, x, weights, ctx.group, need_x, need_weights)
-    return gx if need_x else None, g_weights if need_weights else None, None
+    gx, g_weights = aggregate_backward(go, x, weights, ctx.group, need_x, need_weights, ctx.launcher)
+    return gx if need_x else None, g_weights if need_weights else None, None, None
 
 
 aggregate.register_autograd(_backward, setup_context=_setup)
@@ -120,22 +132,22 @@ aggregate.register_autograd(_backward, setup_context=_setup)
 
 def _setup_second(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:3])
-    ctx.group, *ctx.needed = inputs[3:]
+    ctx.group, *ctx.needed, ctx.launcher = inputs[3:]
 
 
 def _second(ctx: Any, by_gx: Tensor, by_weights: Tensor) -> tuple[Any, ...]:
     """The gradients are products of go with weights and with x, so theirs are the same sums of other factors."""
     go, x, weights = ctx.saved_tensors
-    group, (need_x, need_weights) = ctx.group, ctx.needed
+    group, (need_x, need_weights), launcher = ctx.group, ctx.needed, ctx.launcher
     to_go = to_x = to_weights = None
     if need_x:
-        to_go = aggregate(by_gx, weights, group)
-        to_weights = aggregate_backward(go, by_gx, weights, group, False, True)[1]
+        to_go = aggregate(by_gx, weights, group, launcher)
+        to_weights = aggregate_backward(go, by_gx, weights, group, False, True, launcher)[1]
     if need_weights:
-        through = aggregate(x, by_weights, group)
+        through = aggregate(x, by_weights, group, launcher)
         to_go = through if to_go is None else to_go + through
-        to_x = aggregate_backward(go, x, by_weights, group, True, False)[0]
-    return to_go, to_x, to_weights, None, None, None
+        to_x = aggregate_backward(go, x, by_weights, group, True, False, launcher)[0]
+    return to_go, to_x, to_weights, None, None, None, None
 
 
 aggregate_backward.register_autograd(_second, setup_context=_setup_second)

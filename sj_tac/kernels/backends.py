@@ -8,11 +8,14 @@ import torch
 
 from sj_tac.errors import BackendError, BackendFallbackWarning
 from sj_tac.kernels import reference
+from sj_tac.kernels.gpu import launchers
+from sj_tac.kernels.gpu.launchers import CUPY, NVRTC
 
-NUMBA, CUPY = "numba", "cupy"
+NUMBA = "numba"
 # Reasons for falling back that the user has been told.
 _SAID: set[str] = set()
-COMPILED = (NUMBA, CUPY)
+ON_CUDA = (CUPY, NVRTC)
+COMPILED = (NUMBA, *ON_CUDA)
 AVAILABLE = (reference.NAME, *COMPILED)
 
 
@@ -34,19 +37,19 @@ def choose(backend: str, fuse: bool = True) -> str:
 
 def fastest(backend: str, device: torch.device | None, dtype: torch.dtype) -> tuple[str, str]:
     """The compiled kernels for a device (None: any), and why they, or those that ``backend`` names, cannot run there."""
-    kind = device.type if device is not None else {CUPY: "cuda"}.get(backend, "cpu")
-    if backend == CUPY and kind != "cuda":
-        return CUPY, f"the cupy kernels run on CUDA devices, not on {device}"
+    kind = device.type if device is not None else "cuda" if backend in ON_CUDA else "cpu"
+    if backend in ON_CUDA and kind != "cuda":
+        return backend, f"the {backend} kernels run on CUDA devices, not on {device}"
     if backend == NUMBA and kind != "cpu":
         return NUMBA, f"the numba kernels run on the CPU, not on {device}"
     if kind == "cpu":
         return NUMBA, ""
     if kind == "cuda":
-        problem = cupy_problem(dtype)
+        kernel, problem = cuda_kernels(backend, dtype)
         if problem and backend == "auto" and problem not in _SAID and not torch.compiler.is_compiling():
             _SAID.add(problem)
             warnings.warn(f"{problem}. Until then backend=\"auto\" takes 'reference'", BackendFallbackWarning, stacklevel=3)
-        return CUPY, problem
+        return kernel, problem
     return CUPY, f"there are no compiled kernels for {device}"
 
 
@@ -61,18 +64,19 @@ def refuse_onnx(operator: str) -> None:
         )
 
 
-def cupy_problem(dtype: torch.dtype) -> str:
-    """Why the CUDA kernels cannot run; empty where they can. Imports CuPy where a CUDA device asks for it."""
+def cuda_kernels(backend: str, dtype: torch.dtype) -> tuple[str, str]:
+    """By what the CUDA kernels run ("auto": the first that works), and why they cannot; empty where they can."""
+    named = backend if backend in ON_CUDA else ""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"the cupy kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
-    from sj_tac.kernels.gpu import launch as cupy_launch
+        return named or CUPY, f"the {named or 'CUDA'} kernels compute in float32, not in {str(dtype).removeprefix('torch.')}"
+    return _constant_kernels(named) if torch.compiler.is_compiling() else _kernels(named)
 
-    return _constant_problem() if torch.compiler.is_compiling() else cupy_launch.problem()
+
+def _kernels(named: str) -> tuple[str, str]:
+    return (named, launchers.problem(named)) if named else launchers.first()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant_problem() -> str:
+def _constant_kernels(named: str) -> tuple[str, str]:
     """For torch.compile, which is not to look into how it is found out."""
-    from sj_tac.kernels.gpu import launch as cupy_launch
-
-    return cupy_launch.problem()
+    return _kernels(named)

@@ -153,13 +153,13 @@ def emitted_shape(o: Operands) -> tuple[int, ...]:
     return (rows, n, c, *pooled_size(height, width, o.pool, o.window))
 
 
-def check_fire_backward(go: Tensor, gv: Tensor, o: Operands) -> None:
+def check_fire_backward(go: Tensor, gv: Tensor | None, o: Operands) -> None:
     """Raise ValueError where the operands of the backward of ``fire`` do not fit each other."""
     check_fire(o, "fire_backward")
     y, shape = o.y, emitted_shape(o)
     if (go.shape, go.dtype, go.device) != (shape, y.dtype, y.device):
         _refuse("fire_backward", "the output's gradient", go, y, f"{list(shape)} of {y.dtype}")
-    if (gv.shape, gv.dtype, gv.device) != (y.shape[1:], WIDE[y.dtype], y.device):
+    if gv is not None and (gv.shape, gv.dtype, gv.device) != (y.shape[1:], WIDE[y.dtype], y.device):
         _refuse("fire_backward", "the voltages' gradient", gv, y, f"[N, C, H, W] of {WIDE[y.dtype]}")
     refuse_tangents("fire_backward", go, gv)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ def choose(
 def plan(backend: str, node: nn.Module, pool: nn.Module | None, weight: Tensor) -> tuple[str, str]:
     """``choose`` for a chain that is not running yet, by its conv's weight."""
     # A net that is to run on the GPU may be converted before it is moved there.
-    elsewhere = weight.device.type == "meta" or (backend == backends.CUPY and weight.device.type == "cpu")
+    elsewhere = weight.device.type == "meta" or (backend in backends.ON_CUDA and weight.device.type == "cpu")
     return choose(backend, node, pool, None if elsewhere else weight.device, weight.dtype)
 
 
@@ -131,7 +131,16 @@ def _plif(node: Any) -> Tensor | None:
 _MULTIPLYING = {ChargeMode.LIF_DECAY: ChargeMode.PLIF_DECAY, ChargeMode.LIF: ChargeMode.PLIF}
 
 
-def operands(call: Call, linear: Tensor | None) -> Operands:
+def _decay_and_gain(call: Call, wide: torch.dtype, merged: bool) -> tuple[float | Tensor, float | Tensor]:
+    """beta and gamma of a neuron's step."""
+    w = None if merged else _plif(call.node)
+    # Only gradients need a PLIF's beside its sigmoid(w), and on a GPU each small operation is a launch.
+    if w is not None and dispatch.is_plain(call.y) and not dispatch.differentiates(call.y, *call[3:7], call.weights, w):
+        return 1.0, 1.0
+    return host.decay(call.node, wide), host.input_gain(call.node, wide)
+
+
+def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     """What the torch operator ``sj_tac::fire`` is called with; the neuron's own numbers in float32 for half drives."""
     y, node, pool, lengths = call.y, call.node, call.pool, call.lengths
     wide = reference.accumulation_dtype(y.dtype)
@@ -140,7 +149,8 @@ def operands(call: Call, linear: Tensor | None) -> Operands:
     if spec is None or window is None:
         raise BackendError(kernel_problem(node, pool))
     merged = linear is not None
-    decay, gain = host.decay(node, wide), host.input_gain(node, wide)
+    w = _plif(node)
+    decay, gain = _decay_and_gain(call, wide, merged)
     if isinstance(decay, Tensor) and linear is None:
         pair = [torch.as_tensor(value, dtype=wide, device=y.device) for value in (decay, gain)]
         linear = torch.stack(pair).expand(len(lengths), 2)
@@ -149,12 +159,11 @@ def operands(call: Call, linear: Tensor | None) -> Operands:
     if mode in _MULTIPLYING and math.frexp(tau)[0] == 0.5:
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
         mode, tau = _MULTIPLYING[mode], 1 / tau
-    w = _plif(node)
     return Operands(
         y, call.residual, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(),
         call.weights, [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
         float(node.v_threshold), node.v_reset is not None, node.detach_reset, *spec, pools.number(pool), list(window),
-        call.group,
+        call.group, launcher,
     )  # fmt: skip
 
 
@@ -176,18 +185,20 @@ def _numba(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     return _by_operator(call, linear)
 
 
-def _by_operator(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
+def _by_operator(call: Call, linear: Tensor | None, launcher: str = "") -> tuple[Tensor, Tensor]:
     backends.refuse_onnx("fire")
-    out: tuple[Tensor, Tensor] = fire_op.fire(*operands(call, linear))
+    out: tuple[Tensor, Tensor] = fire_op.fire(*operands(call, linear, launcher))
     return out
 
 
-def run_cupy(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The CUDA kernels, which read and write half themselves."""
-    return _by_operator(call, linear)
+def _run_cuda(launcher: str) -> Runner:
+    """The CUDA kernels, which read and write half themselves, by one launcher."""
+    return lambda call, linear: _by_operator(call, linear, launcher)
 
 
-RUNNERS = {reference.NAME: run_reference, backends.NUMBA: run_numba, backends.CUPY: run_cupy}
+Runner = Callable[[Call, Tensor | None], tuple[Tensor, Tensor]]
+RUNNERS: dict[str, Runner] = {reference.NAME: run_reference, backends.NUMBA: run_numba}
+RUNNERS |= {name: _run_cuda(name) for name in backends.ON_CUDA}
 
 
 def run(kernel: str, call: Call) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.checks import check_fire, check_fire_backward, emitted_shape, refuse_dtype
-from sj_tac.kernels.layout import RUNS, empty, is_channels_last
+from sj_tac.kernels.gpu import launchers
+from sj_tac.kernels.layout import RUNS, empty, is_channels_last, laid
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import in_tiles
 from sj_tac.kernels.reference import accumulation_dtype
@@ -46,6 +47,7 @@ def fire_now(
     pool: int,
     window: Sequence[int],
     group: int,
+    launcher: str = "",
 ) -> tuple[Tensor, Tensor]:
     """BN affine -> neuron steps -> pool -> weighted sums; see ``sj_tac.functional.fire`` for what the arguments mean.
 
@@ -55,6 +57,7 @@ def fire_now(
         linear: [G, 2], beta and gamma of the step on each drive, or None where they are the numbers ``decay`` and ``gain``.
         q: sigmoid(w) of a PLIF, 0-dim, without gradient.
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
+        launcher: what is to launch the CUDA kernels, by its name; "": the first that works. Without meaning on a CPU.
         lengths: steps on each drive; mode: as ``host.charge_mode``; pool: NO_POOL, MAX_POOL or AVG_POOL.
 
     Raises:
@@ -67,7 +70,7 @@ def fire_now(
 
     o = Operands(
         y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
-        surrogate, alpha, pool, window, group,
+        surrogate, alpha, pool, window, group, launcher,
     )  # fmt: skip
     refuse_dtype("fire", y, ON_CPU)
     check_fire(o)
@@ -95,8 +98,9 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("sj_tac::fire_backward", mutates_args=(), device_types="cpu")
 def fire_backward(
     go: Tensor,
-    gv: Tensor,
+    gv: Tensor | None,
     y: Tensor,
+    residual: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
     v0: Tensor | None,
@@ -117,37 +121,57 @@ def fire_backward(
     pool: int,
     window: Sequence[int],
     group: int,
+    launcher: str,
     need_linear: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
+    need_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients to y, residual, scale, shift, v0, linear and weights, from those to the output and the voltages (or None).
+
+    Empty for what is None, and for a linear and weights that need none.
+    """
     from sj_tac.kernels.cpu import fire as kernels
 
     o = Operands(
-        y, None, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
-        surrogate, alpha, pool, window, group,
+        y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
+        surrogate, alpha, pool, window, group, launcher,
     )  # fmt: skip
     refuse_dtype("fire_backward", y, ON_CPU)
     check_fire_backward(go, gv, o)
-    gy, g_scale, g_shift, gv0, g_linear, g_weights = kernels.backward(go, gv, o, need_linear)
+    gv = empty(y, list(y.shape[1:]), False).zero_() if gv is None else gv
+    if residual is None:
+        found = list(kernels.backward(go, gv, o, need_linear))
+        found.insert(1, y.new_empty(0))
+    else:
+        flat = spread(o)
+        g_drives, _, _, gv0, g_linear, g_weights = kernels.backward(go, gv, flat, need_linear)
+        by_drive, by_step, *sums, by_linear = gather(g_drives, g_linear, o)
+        found = [laid(by_drive, _is_last(o)), laid(by_step, _is_last(o)), *sums, gv0, by_linear, g_weights]
+    for place, needed in ((5, need_linear), (6, need_weights)):
+        if not needed:
+            found[place] = y.new_empty(0)
     RUNS["fire", "numba"] += 1
-    return gy, g_scale, g_shift, gv0, g_linear, g_weights
+    gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = found
+    return gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights
 
 
 @fire_backward.register_fake
-def _(go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    o = Operands(y, None, *arguments[:-1])
+def _(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    *operands, need_linear, need_weights = arguments
+    o = Operands(*operands)
     check_fire_backward(go, gv, o)
-    wide, last = accumulation_dtype(y.dtype), _is_last(o)
+    y, wide, last = o.y, accumulation_dtype(o.y.dtype), _is_last(o)
 
-    def like(x: Tensor | None) -> Tensor:
-        return y.new_empty(0 if x is None else x.shape, dtype=wide)
+    def like(x: Tensor | None, needed: bool = True) -> Tensor:
+        return y.new_empty(0 if x is None or not needed else x.shape, dtype=wide)
 
+    g_residual = y.new_empty(0) if o.residual is None else empty(y, list(o.residual.shape), last)
     gv0 = like(None) if o.v0 is None else empty(y, list(y.shape[1:]), last, wide)
-    return empty(y, list(y.shape), last), like(o.scale), like(o.shift), gv0, like(o.linear), like(o.weights)
+    sums = like(o.scale), like(o.shift), gv0, like(o.linear, need_linear), like(o.weights, need_weights)
+    return empty(y, list(y.shape), last), g_residual, *sums
 
 
 def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """``fire`` by the CUDA programs; ``launch`` as gpu.fire.Launch."""
+    """``fire`` by the CUDA programs; ``launch`` as gpu.program.Launcher."""
     from sj_tac.kernels.gpu import fire as cuda_fire
 
     o = Operands(*arguments)
@@ -156,66 +180,52 @@ def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     return cuda_fire.Fire(o).forward(launch)
 
 
-def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """``fire_backward`` by the CUDA programs."""
     from sj_tac.kernels.gpu import fire as cuda_fire
 
-    o = Operands(y, None, *arguments[:-1])
-    refuse_dtype("fire_backward", y, ON_CUDA)
+    *operands, need_linear, need_weights = arguments
+    o = Operands(*operands)
+    refuse_dtype("fire_backward", o.y, ON_CUDA)
     check_fire_backward(go, gv, o)
-    gy, g_scale, g_shift, gv0, g_linear, g_weights = cuda_fire.Fire(o).backward(launch, go, gv, arguments[-1])
-
-    def or_none(gradient: Tensor | None, wanted: bool = True) -> Tensor:
-        # A tensor of its own in every place, as an operator must return.
-        return gradient.clone() if gradient is not None and wanted else y.new_empty(0, dtype=torch.float32)
-
-    if g_linear is None and o.linear is not None:
-        g_linear = torch.zeros_like(o.linear, memory_format=torch.contiguous_format)
-    return (
-        gy, or_none(g_scale, o.scale is not None), or_none(g_shift, o.shift is not None), gv0 if gv0 is not None else
-        or_none(None), or_none(g_linear), or_none(g_weights),
-    )  # fmt: skip
+    return cuda_fire.Fire(o).backward(launch, go, gv, need_linear, need_weights)
 
 
 @fire.register_kernel("cuda")
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from sj_tac.kernels.gpu import launch as cupy_launch
-
-    RUNS["fire", "cupy"] += 1
-    return fire_on_cuda(cupy_launch.launch, *arguments)
+def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    name, launch = launchers.named(Operands(*arguments).launcher)
+    out = fire_on_cuda(launch, *arguments)
+    RUNS["fire", name] += 1
+    return out
 
 
 @fire_backward.register_kernel("cuda")
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    from sj_tac.kernels.gpu import launch as cupy_launch
-
-    RUNS["fire", "cupy"] += 1
-    return fire_backward_on_cuda(cupy_launch.launch, *arguments)
+def _backward_on_cuda(*arguments: Any) -> tuple[Tensor, ...]:
+    name, launch = launchers.named(arguments[-3])
+    found = fire_backward_on_cuda(launch, *arguments)
+    RUNS["fire", name] += 1
+    return found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # Nothing of T frames but the residual, which is there anyway: the steps are run again from y and v0.
     ctx.save_for_backward(*inputs[:8])
     ctx.options = inputs[8:]
+    # Most calls have no use for the last voltages: a frame of zeros would have to be made, and read.
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, go: Tensor, gv: Tensor) -> tuple[Any, ...]:
-    y, residual, scale, shift, v0, linear, q, weights = ctx.saved_tensors
-    lengths, *options = ctx.options
-    inputs = (y, scale, shift, v0, linear, q, weights, lengths)
-    if residual is not None:
-        drives, _, _, steps_linear, ones = spread(Operands(*ctx.saved_tensors, *ctx.options))
-        inputs, go = (drives, None, None, v0, steps_linear, q, weights, ones), go.to(drives.dtype)
-    found = fire_backward(go, gv, *inputs, *options, ctx.needs_input_grad[5])
-    gy, g_scale, g_shift, gv0, g_linear, g_weights = (
-        None if x is None else g for x, g in zip((*inputs[:5], weights), found, strict=True)
-    )
-    g_residual = None
-    if residual is not None:
-        g_residual = found[0].to(residual.dtype)
-        gy, g_scale, g_shift, g_linear = gather(found[0], g_linear, y, scale, lengths)
-    none = [None] * (1 + len(options))
-    return (gy, g_residual, g_scale, g_shift, gv0, g_linear, None, g_weights, *none)
+def _backward(ctx: Any, go: Tensor | None, gv: Tensor | None) -> tuple[Any, ...]:
+    given, options, needs = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
+    if go is None:
+        if gv is None:
+            return (None,) * (8 + len(options))
+        o = Operands(*given, *options)
+        go = o.y.new_zeros(emitted_shape(o))
+    gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = fire_backward(go, gv, *given, *options, needs[5], needs[7])
+    found = (gy, g_residual, g_scale, g_shift, gv0, g_linear, None, g_weights)
+    wanted = [g if needed and x is not None else None for x, g, needed in zip(given, found, needs, strict=False)]
+    return (*wanted, *[None] * len(options))
 
 
 fire.register_autograd(_backward, setup_context=_setup)

@@ -21,3 +21,8 @@ def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None 
     if not last:
         return like.new_empty(shape, dtype=dtype)
     return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]], dtype=dtype).movedim(-1, -3)
+
+
+def laid(x: Tensor, last: bool) -> Tensor:
+    """Frames [..., C, H, W] without gaps, in channels_last or contiguous; a copy where they are not."""
+    return x.movedim(-3, -1).contiguous().movedim(-1, -3) if last else x.contiguous()

@@ -33,3 +33,4 @@ class Operands(NamedTuple):
     pool: int
     window: Sequence[int]
     group: int
+    launcher: str = ""

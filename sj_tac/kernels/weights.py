@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
+from sj_tac.host import dispatch
 from sj_tac.kernels import reference
 
 
@@ -38,13 +39,25 @@ def decay_weights(beta: float | Tensor, lengths: Sequence[int], normalize: bool 
         normalize: weights that sum to 1, so that bias and BatchNorm of a pretrained layer stay right. False is the form
             of the paper, for nets trained with it.
     """
-    weights = []
+    if isinstance(beta, Tensor) and beta.device.type != "cpu" and dispatch.is_plain(beta):
+        lengths = tuple(lengths)
+        if len(set(lengths)) == 1 and not dispatch.differentiates(beta):
+            return list(_at_once(beta, lengths, normalize).unbind())
+    weights: list[float | Tensor] = []
     for j, length in enumerate(lengths):
         weights.append(beta ** sum(lengths[j + 1 :]) * temporal_sum(beta, length))
     if normalize:
         total = temporal_sum(beta, sum(lengths))
         weights = [w / total for w in weights]
     return weights
+
+
+def _at_once(beta: Tensor, lengths: tuple[int, ...], normalize: bool) -> Tensor:
+    """``decay_weights`` of frames of one length, without gradients: 4 launches on a device instead of 6 for each frame."""
+    steps = sum(lengths)
+    powers = beta ** reference.constant(range(steps - 1, -1, -1), beta.dtype, beta.device)
+    weights = powers.view(len(lengths), -1).sum(1)
+    return weights / powers.sum() if normalize else weights
 
 
 def learned_weights(logits: Tensor, frames: int, dtype: torch.dtype) -> list[Tensor]:

@@ -27,7 +27,9 @@ def describe() -> dict[str, Any]:
     device: dict[str, Any] = {}
     if torch.cuda.is_available():
         device = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(PackageNotFoundError):
+            device["cuda-bindings"] = version("cuda-bindings")
+        with contextlib.suppress(Exception):  # a broken one raises whatever it likes
             device["cupy"] = importlib.import_module("cupy").__version__
     versions = {}
     for name in PACKAGES:

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -48,8 +49,25 @@ static void shim_unpack(void (*pointer)(Arguments...), void** arguments) {
 template <auto kernel>
 static void shim_entry(void** arguments) { shim_unpack<kernel>(kernel, arguments); }
 
-static void shim_run(void (*entry)(void**), int blocks, int threads, size_t shared, void** arguments) {
-    std::vector<float> memory(shared / 4 + 1);
+// A kernel's parameters, one letter and a size each: p pointer, i integer, f floating point, s struct.
+template <typename T>
+static constexpr char shim_kind() {
+    return std::is_pointer_v<T> ? 'p' : std::is_integral_v<T> ? 'i' : std::is_floating_point_v<T> ? 'f' : 's';
+}
+template <typename... Arguments>
+static int shim_describe(void (*)(Arguments...), char* kinds, int* sizes) {
+    int count = 0;
+    ((kinds[count] = shim_kind<Arguments>(), sizes[count++] = (int)sizeof(Arguments)), ...);
+    return count;
+}
+
+// Behind a block's shared memory lies more that nobody may write.
+static const size_t SHIM_GUARD = 64;
+
+// 0, or the number of a block, from 1, that wrote past its shared memory.
+static int shim_run(void (*entry)(void**), int blocks, int threads, size_t shared, void** arguments) {
+    const size_t held = shared / 4;
+    std::vector<float> memory(held + SHIM_GUARD);
     shim_shared = memory.data();
     shim_kernel = entry;
     shim_arguments = arguments;
@@ -57,6 +75,7 @@ static void shim_run(void (*entry)(void**), int blocks, int threads, size_t shar
     for (auto& fiber : shim_fibers) fiber.stack.resize(256 * 1024);
     for (int block = 0; block < blocks; block++) {
         for (auto& x : memory) x = NAN;  // what was not written must not be read
+        for (size_t i = held; i < memory.size(); i++) memory[i] = 12345.0f;
         blockIdx = {(unsigned)block, 0, 0};
         for (auto& fiber : shim_fibers) {
             getcontext(&fiber.context);
@@ -73,5 +92,8 @@ static void shim_run(void (*entry)(void**), int blocks, int threads, size_t shar
                 swapcontext(&shim_scheduler, &shim_fibers[i].context);
                 left -= shim_fibers[i].done;
             }
+        for (size_t i = held; i < memory.size(); i++)
+            if (memory[i] != 12345.0f) return block + 1;
     }
+    return 0;
 }

@@ -1,4 +1,4 @@
-"""Runs the CUDA programs on the CPU: the same source, compiled by g++ behind shim.h. A ``launch`` as CuPy's."""
+"""Runs CUDA sources on the CPU: the same text, compiled by g++ behind shim.h, on host memory."""
 
 import ctypes
 import hashlib
@@ -8,43 +8,64 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-import torch
-
 HERE = Path(__file__).resolve().parent
 MISSING = "" if shutil.which("g++") else "no g++ to compile the CUDA sources for the CPU"
+# The names of the kernels that ran, in order.
 LAUNCHED: list[str] = []
+
+
+FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
+
+
+def build(*arguments):
+    """g++'s complaint, or ""."""
+    done = subprocess.run(["g++", *FLAGS, *map(str, arguments)], capture_output=True, text=True, check=False)
+    return done.stderr[:4000] if done.returncode else ""
 
 
 @cache
 def folder():
-    return Path(tempfile.mkdtemp(prefix="sj_tac_shim_"))
+    """Where the builds go, with the header compiled in advance: by itself it takes longer than a kernel."""
+    made = Path(tempfile.mkdtemp(prefix="sj_tac_shim_"))
+    header = Path(shutil.copy(HERE / "shim.h", made))
+    assert not (wrong := build("-x", "c++-header", header, "-o", f"{header}.gch")), wrong
+    return made
 
 
 @cache
-def library(program):
+def library(source, kernel):
     text = (
-        f'#include "{HERE / "shim.h"}"\n{program.source()}\n'
-        'extern "C" void run(int blocks, int threads, size_t shared, void** arguments) '
-        f"{{ shim_run(shim_entry<&{program.kernel}>, blocks, threads, shared, arguments); }}\n"
+        f'#include "shim.h"\n{source}\n'
+        'extern "C" int run(int blocks, int threads, size_t shared, void** arguments) '
+        f"{{ return shim_run(shim_entry<&{kernel}>, blocks, threads, shared, arguments); }}\n"
+        f'extern "C" int describe(char* kinds, int* sizes) {{ return shim_describe(&{kernel}, kinds, sizes); }}\n'
     )
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
-    source, binary = folder() / f"{name}.cpp", folder() / f"{name}.so"
-    source.write_text(text)
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
-    done = subprocess.run(["g++", *flags, str(source), "-o", str(binary)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{program.files} {program.macros}\n{done.stderr[:4000]}"
+    written, binary = folder() / f"{name}.cpp", folder() / f"{name}.so"
+    written.write_text(text)
+    assert not (wrong := build(written, "-o", binary)), f"{kernel}\n{wrong}"
     return ctypes.CDLL(str(binary))
 
 
-def launch(program, blocks, arguments, shared):
-    """Tensors go by address, numbers and structs by value, as CuPy passes them."""
-    held = []
-    for argument in arguments:
-        if argument is None or isinstance(argument, torch.Tensor):
-            held.append(np.array(0 if argument is None else argument.data_ptr(), np.uint64))
-        else:
-            held.append(np.array(argument))
-    pointers = (ctypes.c_void_p * len(held))(*[a.__array_interface__["data"][0] for a in held])
-    library(program).run(ctypes.c_int(blocks), ctypes.c_int(program.block), ctypes.c_size_t(shared), pointers)
-    LAUNCHED.append(program.kernel)
+@cache
+def parameters(source, kernel):
+    """Kind ("pointer", "integer", "float", "struct") and bytes of each of a kernel's parameters, as g++ sees them."""
+    kinds, sizes = ctypes.create_string_buffer(64), (ctypes.c_int * 64)()
+    count = library(source, kernel).describe(kinds, sizes)
+    names = {"p": "pointer", "i": "integer", "f": "float", "s": "struct"}
+    return [(names[kinds.raw[i : i + 1].decode()], sizes[i]) for i in range(count)]
+
+
+def block_of(source):
+    """Threads of a block that the text was specialised for."""
+    return int(next(line for line in source.splitlines() if line.startswith("#define BLOCK ")).split()[2])
+
+
+def run(source, kernel, blocks, shared, addresses):
+    """A kernel on ``blocks`` blocks; ``addresses``: where each argument's value lies, as cuLaunchKernel takes them."""
+    pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+    wrote = library(source, kernel).run(
+        ctypes.c_int(blocks), ctypes.c_int(block_of(source)), ctypes.c_size_t(shared), pointers
+    )
+    assert not wrote, f"{kernel}: block {wrote - 1} wrote past its {shared} bytes of shared memory"
+    LAUNCHED.append(kernel)

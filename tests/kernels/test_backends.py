@@ -5,6 +5,7 @@ import types
 import warnings
 
 import pytest
+import stub_cuda
 import torch
 from spikingjelly.activation_based import layer
 from support import conv, csnn, node, norm
@@ -13,26 +14,17 @@ import sj_tac
 from sj_tac.errors import BackendError, BackendFallbackWarning
 from sj_tac.functional import aggregate, fire
 from sj_tac.kernels import backends
-from sj_tac.kernels.gpu import launch as cupy_launch
+from sj_tac.kernels.gpu import cupy_launch, launchers, program as cuda
 
 CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """A machine with a CUDA device, as far as the choice of a kernel can tell; CuPy is what a test puts there."""
-    cupy_launch.problem.cache_clear()
-    cupy_launch._module.cache_clear()
-    cupy_launch._kernel.cache_clear()
-    backends._SAID.clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setitem(sys.modules, "cupy", None)
+def machine(monkeypatch, tmp_path):
+    """A machine with a CUDA device, as far as the choice of a kernel can tell; a test offers what launches there."""
+    stub_cuda.machine(monkeypatch, tmp_path)
     yield monkeypatch
-    cupy_launch.problem.cache_clear()
-    cupy_launch._module.cache_clear()
-    cupy_launch._kernel.cache_clear()
-    backends._SAID.clear()
+    stub_cuda.forget()
 
 
 def cupy(version="14.2.0", error=None):
@@ -80,7 +72,9 @@ def test_a_cupy_that_does_not_work(machine, module, says):
     with pytest.raises(BackendError, match=says):
         sj_tac.convert(csnn(), backend="cupy")
     with pytest.warns(BackendFallbackWarning, match=f"{says}.*'reference'"):
-        assert backends.fastest("auto", CUDA, torch.float32)[1] == problem
+        assert backends.fastest("auto", CUDA, torch.float32)[1].startswith(
+            f"{problem}; the nvrtc kernels need cuda-bindings"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backends.fastest("auto", CUDA, torch.float32)  # said once
@@ -144,12 +138,10 @@ def test_a_launch_that_fails_says_what_and_where(machine, generation):
     module.cuda = types.SimpleNamespace(Device=Nothing, Stream=offered, ExternalStream=stream)
     machine.setitem(sys.modules, "cupy", module)
     machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
-    from sj_tac.kernels.gpu import program as cuda_program
-
-    tensor = torch.empty(1, device="meta")
-    program = cuda_program.program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
-    with pytest.raises(BackendError, match=r"aggregate_forward failed on cuda:None .*INVALID_VALUE; backend=\"reference\""):
-        cupy_launch.launch(program, 1, (tensor,), 0)
+    where = torch.device("cuda", 1)
+    says = r"aggregate_forward failed on cuda:1 with CuPy .*INVALID_VALUE; backend=\"reference\""
+    with pytest.raises(BackendError, match=says):
+        cupy_launch.launch(cuda.Launch(cuda.PROBE, 1, (), 0, where))
     assert streams == [7]
 
 
@@ -182,13 +174,13 @@ def test_torch_compile_does_not_look_into_the_choice():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = torch.compile(kernel, fullgraph=True, backend="eager")(torch.zeros(1))
-    assert found.item() == len(cupy_launch.problem())
+    assert found.item() == len(launchers.first()[1])
     torch.compiler.reset()
 
 
 def test_importing_starts_nothing():
     import subprocess
 
-    script = "import sys, sj_tac, torch; assert not {'cupy', 'numba'} & set(sys.modules)"
+    script = "import sys, sj_tac, torch; assert not {'cupy', 'numba', 'sj_tac.kernels.gpu.nvrtc_launch'} & set(sys.modules)"
     script += "; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

@@ -79,7 +79,7 @@ def test_the_operators_refuse_operands_that_do_not_fit(changed):
         FIRE(*o)
     if o.residual is None:
         with pytest.raises(ValueError, match=r"^fire_backward got .*; it takes "):
-            FIRE_BACKWARD(*gradients(o), o.y, *o[2:], True)
+            FIRE_BACKWARD(*gradients(o), *o, True, True)
     with FakeTensorMode() as mode:
         fake = Operands(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in o))
         with pytest.raises(ValueError, match=r"fire got .*; it takes "):
@@ -91,7 +91,7 @@ def test_what_fits_is_not_refused():
     assert out.shape == (2, N, C, H, W)
     assert v.shape == (N, C, H, W)
     o = operands()
-    assert FIRE_BACKWARD(*gradients(o), o.y, *o[2:], True)[0].shape == o.y.shape
+    assert FIRE_BACKWARD(*gradients(o), *o, True, True)[0].shape == o.y.shape
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -101,7 +101,7 @@ def test_the_backward_refuses_gradients_that_do_not_fit(which, wrong):
     pair = list(gradients(o))
     pair[which] = wrong(pair[which])
     with pytest.raises(ValueError, match=r"^fire_backward got the (output|voltages)'s? gradient|voltages' gradient"):
-        FIRE_BACKWARD(*pair, o.y, *o[2:], True)
+        FIRE_BACKWARD(*pair, *o, True, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from benchmarks import event_conv, registers
-from sj_tac.kernels.gpu import program as cuda
+from benchmarks import arithmetic, event_conv, registers
+from sj_tac.kernels.gpu import launchers, program as cuda
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings to compile with")
 try:
@@ -22,17 +22,20 @@ def programs():
     for mode, hard in product(range(6), (0, 1)):
         io, last, windows = mode % 3, mode // 3, hard
         macros = registers.neuron(2, io, bool(last), bool(windows), MODE=mode, HARD=hard, WIDE=hard, AFFINE=mode % 2)
-        yield cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=last, BLOCK=256)
-        more = {"WIDTH_V": 1, "SEGMENTS": 1 + hard, "SURROGATE": mode, "POOLED": 0, "BLOCK": 128, "LANES": 32 if last else 1}
-        yield cuda.program("fire_backward", **{**macros, **more})
+        macros |= {"RESIDUAL": last, "MEAN": windows * (io % 2), "WHOLE": io == 0}
+        yield cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        more = {"SEGMENTS": 1 + hard, "SURROGATE": mode, "LINEAR_SUMS": hard, "WEIGHT_SUMS": io % 2}
+        yield cuda.program("fire_backward", **macros | registers.backward(macros) | more)
     for mean, last in product((0, 1), (0, 1)):
-        macros = registers.neuron(3, 2 * mean, bool(last), False, WIDTH_V=1, GROUP=2 * mean)
-        yield cuda.program("fire_forward", **macros, MASKS=1, RESIDUAL=mean, BLOCK=256)
-        more = {"SEGMENTS": 1, "SURROGATE": 6, "POOLED": 1, "BLOCK": 64, "LANES": 1 + last, "REACH": 4, "MEAN": mean}
-        yield cuda.program("fire_backward_pooled", **macros, **POOL, **more)
+        macros = registers.neuron(3, 2 * mean, bool(last), False, WIDTH_V=1, GROUP=2 * mean, RESIDUAL=mean)
+        yield cuda.program("fire_forward", **macros, MASKS=1, BLOCK=256)
+        macros |= registers.backward(macros)
+        more = {"SURROGATE": 6, "POOLED": 1, "BLOCK": 64, "LANES": 1 + last, "REACH": 4, "MEAN": mean, "WIDTH_V": 1}
+        yield cuda.program("fire_backward_pooled", **macros | POOL | more)
         for kernel in ("fire_pool", "fire_pool_weights"):
             shared = COMMON | {"LAST": last, "GROUP": 2 * mean, "IO": mean}
             yield cuda.program(kernel, **shared, **POOL, MEAN=mean, BLOCK=128, WIDTH_V=1)
+    yield cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=128)
     for io in range(3):
         for kernel in ("aggregate_forward", "aggregate_backward"):
             yield cuda.program(kernel, IO=io, WIDE=io == 1, GROUP=2, WIDTH_V=4, BLOCK=128)
@@ -52,7 +55,7 @@ def test_every_source_compiles(architecture):
 
 @pytest.mark.parametrize("architecture", registers.ARCHITECTURES)
 def test_the_kernel_of_the_sparsity_benchmark_compiles(architecture):
-    found = registers.compile_source(event_conv.SOURCE, architecture)
+    found = registers.compile_source(event_conv.SOURCE, architecture, registers.FLAGS["cupy"])
     assert found.ok, found.log
     assert not found.warnings, found.log
 
@@ -61,13 +64,25 @@ def test_main_specialisations_keep_their_state_in_registers():
     """Half of the lanes of a multiprocessor at least, and next to nothing spilled."""
     for k, windows in product((1, 2, 4), (False, True)):
         macros = registers.neuron(k, 0, False, windows)
-        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, RESIDUAL=0, BLOCK=256), 90)
+        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256), 90)
         assert found.registers <= 64
         assert found.spill_bytes == 0
-        more = {"WIDTH_V": 1, "SEGMENTS": 1, "SURROGATE": 1, "POOLED": 0, "BLOCK": 128, "LANES": 1}
-        found = registers.compile_for(cuda.program("fire_backward", **{**macros, **more}), 90)
-        assert found.registers <= 168
+        found = registers.compile_for(cuda.program("fire_backward", **macros | registers.backward(macros)), 90)
+        assert found.registers <= 130
         assert found.spill_bytes == 0
+        count = registers.instructions(found.code)
+        assert count is None or count <= 5000
+
+
+def test_programs_are_compiled_as_their_launcher_compiles_them():
+    """CuPy adds -ftz=true: other code for a division than what a launcher of ours gets."""
+    macros = registers.neuron(2, 0, False, False, MODE=0)
+    program = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+    found = {launcher: registers.compile_for(program, 90, launcher) for launcher in launchers.NAMES}
+    assert found["cupy"].ok
+    assert found["nvrtc"].ok
+    assert found["cupy"].code != found["nvrtc"].code
+    assert registers.FLAGS["nvrtc"] == cuda.OPTIONS
 
 
 def test_the_compiler_is_really_asked():
@@ -75,3 +90,11 @@ def test_the_compiler_is_really_asked():
     found = registers.compile_for(broken, 90)
     assert not found.ok
     assert "WIDTH_V" in found.log
+
+
+@pytest.mark.parametrize(("precision", "io"), [("TF32", 0), ("bf16", 2)])
+def test_the_instructions_that_the_arithmetic_counts_are_those_of_the_kernel(precision, io):
+    found = registers.instructions_a_step(io)
+    if found is None:
+        pytest.skip("no nvdisasm")
+    assert found == pytest.approx(arithmetic.STEP[precision], abs=1)

@@ -1,36 +1,31 @@
-"""The CUDA programs on the CPU: the very source that a GPU compiles, by g++ behind shim.h, against the reference kernel."""
+"""The CUDA programs on the CPU: the very source that a GPU compiles, by g++ behind shim.h, against the reference kernel.
+
+They are launched as on a GPU, by torch's operators and the launcher for CuPy; only CuPy itself is a stand-in (stub_cuda.py).
+"""
 
 import pytest
 import shim
+import stub_cuda
 import torch
 from fire_cases import POOLS, assert_gradient_to_the_time_constant, assert_is_the_reference, build, space
 from hypothesis import HealthCheck, given, settings
 from spikingjelly.activation_based import layer
 from support import node
 
-from sj_tac.kernels import fire as kernels, fire_op
 from sj_tac.kernels.gpu import aggregate as cuda_aggregate
+from sj_tac.kernels.gpu.cupy_launch import launch
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    """functional.fire with backend="cupy" runs the CUDA programs on CPU tensors, through the operator's own autograd."""
-
-    class Operator(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *arguments):
-            fire_op._setup(ctx, arguments, None)
-            return fire_op.fire_on_cuda(shim.launch, *arguments)
-
-        @staticmethod
-        def backward(ctx, go, gv):
-            return fire_op._backward(ctx, go, gv)
-
-    monkeypatch.setattr(fire_op, "fire_backward", lambda *a: fire_op.fire_backward_on_cuda(shim.launch, *a))
-    monkeypatch.setattr(kernels, "choose", lambda backend, *_: (backend, ""))
-    monkeypatch.setattr(fire_op, "fire", Operator.apply)
+def on_the_cpu(monkeypatch, tmp_path):
+    """functional.fire with backend="cupy" runs the CUDA programs on CPU tensors."""
+    stub_cuda.machine(monkeypatch, tmp_path)
+    stub_cuda.offer(monkeypatch, "cupy")
+    stub_cuda.stand_in(monkeypatch)
+    yield
+    stub_cuda.forget()
 
 
 # Every example compiles its programs anew, about a second each.
@@ -90,15 +85,15 @@ def test_aggregate(dtype, steps, shape, group):
     x, weights = torch.randn(steps, *shape).to(dtype).requires_grad_(), torch.rand(steps, requires_grad=True)
     parts = zip(x.float().split(group), weights.split(group), strict=True)
     expected = torch.stack([sum(w * f for w, f in zip(ws, fs, strict=True)) for fs, ws in parts])
-    got = cuda_aggregate.forward(shim.launch, x.detach(), weights, group)
+    got = cuda_aggregate.forward(launch, x.detach(), weights, group)
     assert torch.equal(got, expected.to(dtype))
     go = torch.randn_like(got)
     expected.backward(go.float())
-    gx, g_weights = cuda_aggregate.backward(shim.launch, go, x.detach(), weights, group, True, True)
+    gx, g_weights = cuda_aggregate.backward(launch, go, x.detach(), weights, group, True, True)
     torch.testing.assert_close(gx, x.grad)
     torch.testing.assert_close(g_weights, weights.grad, rtol=1e-4, atol=1e-4)
-    assert cuda_aggregate.backward(shim.launch, go, x.detach(), weights, group, False, True)[0] is None
-    assert cuda_aggregate.backward(shim.launch, go, x.detach(), weights, group, True, False)[1] is None
+    assert cuda_aggregate.backward(launch, go, x.detach(), weights, group, False, True)[0] is None
+    assert cuda_aggregate.backward(launch, go, x.detach(), weights, group, True, False)[1] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -109,8 +104,8 @@ def test_half_rounds_as_torch(dtype):
     )
     values = torch.cat([special, torch.randn(500) * torch.logspace(-8, 6, 500), torch.randn(11)])
     x = torch.stack([torch.ones_like(values)] * 2).to(dtype)
-    for value, got in zip(values.tolist(), [cuda_aggregate.forward(shim.launch, x[:, i : i + 1], torch.tensor([v, 0.0]), 2)
+    for value, got in zip(values.tolist(), [cuda_aggregate.forward(launch, x[:, i : i + 1], torch.tensor([v, 0.0]), 2)
                                             for i, v in enumerate(values.tolist())], strict=True):  # fmt: skip
         assert torch.equal(got.flatten(), torch.tensor([value]).to(dtype)), value
-    nan = cuda_aggregate.forward(shim.launch, x[:, :1], torch.tensor([float("nan"), 0.0]), 2)
+    nan = cuda_aggregate.forward(launch, x[:, :1], torch.tensor([float("nan"), 0.0]), 2)
     assert nan.isnan().all()

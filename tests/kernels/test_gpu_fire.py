@@ -10,7 +10,7 @@ from support import NEURONS, node
 
 from sj_tac import host
 from sj_tac.functional import aggregate, fire
-from sj_tac.kernels.cpu.threads import RUNS
+from sj_tac.kernels.layout import RUNS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +63,7 @@ def test_neurons_and_surrogates(kind, v_reset, decay_input, merge):
 
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
 def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
-    """Its Triton kernels may contract multiply-adds; a spike at the threshold then flips, at most one in a million here."""
+    """To the last spike: its Triton kernels round after every operation (enable_fp_fusion=False), as ours do."""
     torch.manual_seed(0)
     for tau in (2.0, 1.7):
         spiking = node(kind, v_reset, decay_input, tau, v_threshold=0.3).cuda()
@@ -72,7 +72,7 @@ def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
             expected = spiking(x)
             out, _ = fire(x, spiking, backend="cupy")
         assert 0 < expected.mean() < 1
-        assert (out != expected).float().mean() <= 1e-5
+        assert (out != expected).sum() == 0
 
 
 @pytest.mark.parametrize("steps", [64, 200])

@@ -124,8 +124,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
     tiled, sheets = in_tiles(o.y, o.pool, o.window), overlap(o.pool, o.window)
     last = tiled and is_channels_last(o.y)
     if o.residual is not None and (sheets or not tiled):
-        y, scale, shift, linear, lengths = spread(o)
-        o = o._replace(y=y, residual=None, scale=scale, shift=shift, linear=linear, lengths=lengths)
+        o = spread(o)
     y = o.y
     out, v = empty(y, list(emitted_shape(o)), last), empty(y, list(y.shape[1:]), last)
     frame, channels, steps = v.numel(), y.shape[2], sum(o.lengths)

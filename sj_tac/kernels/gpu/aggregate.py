@@ -1,4 +1,4 @@
-"""``aggregate`` on a CUDA device: which programs run, on what grids; ``launch`` as in fire.py."""
+"""``aggregate`` on a CUDA device: which programs run, on what grids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.gpu import program as cuda
-from sj_tac.kernels.gpu.fire import Launch
 from sj_tac.kernels.layout import empty, is_channels_last
 
 BLOCK = 128
@@ -25,18 +24,19 @@ def _macros(x: Tensor, group: int, width: int) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def forward(launch: Launch, x: Tensor, weights: Tensor, group: int) -> Tensor:
+def forward(launch: cuda.Launcher, x: Tensor, weights: Tensor, group: int) -> Tensor:
     """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T]."""
     x, out, _ = _prepared(x, -(-x.shape[0] // group))
     size = x[0].numel()
     width = cuda.widest(16 // x.element_size(), size, size, x, out)
     arguments = (x, cuda.vector(weights), out, np.int32(x.shape[0]), np.int64(size))
-    launch(cuda.program("aggregate_forward", **_macros(x, group, width)), -(-size // (width * BLOCK)), arguments, 0)
+    program = cuda.program("aggregate_forward", **_macros(x, group, width))
+    launch(cuda.Launch(program, -(-size // (width * BLOCK)), arguments, 0, x.device))
     return out
 
 
 def backward(
-    launch: Launch, go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool
+    launch: cuda.Launcher, go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients to x and weights, where needed."""
     frames = x.shape[0]
@@ -52,5 +52,6 @@ def backward(
         go, x, cuda.vector(weights), gx if need_x else None, partial, scratch, np.int32(frames), np.int64(size),
         np.int32(rounds),
     )  # fmt: skip
-    launch(cuda.program("aggregate_backward", **_macros(x, group, width)), blocks, arguments, shared)
+    program = cuda.program("aggregate_backward", **_macros(x, group, width))
+    launch(cuda.Launch(program, blocks, arguments, shared, x.device))
     return gx if need_x else None, None if partial is None else partial.sum(0)

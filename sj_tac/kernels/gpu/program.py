@@ -1,10 +1,11 @@
-"""CUDA programs: the sources of the ``cuda`` folder, specialised by macros, and what their kernels are called with.
+"""CUDA programs: the sources of the folder ``src``, specialised by macros, and what their kernels are called with.
 
-Nothing here needs a GPU or CuPy: a program is text, and a call is numbers and tensors.
+Nothing here needs a GPU or a launcher: a program is text, and a launch is numbers and tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from sj_tac.errors import BackendError
+from sj_tac.kernels.layout import laid
 
 FOLDER = Path(__file__).parent / "src"
 # The files of each kernel, in order.
@@ -21,6 +25,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "fire_backward_pooled": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "windows.cuh", "backward.cu"),
     "fire_pool": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
     "fire_pool_weights": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
+    "norm_affine": ("numbers.cuh", "norm.cu"),
     "aggregate_forward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
     "aggregate_backward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
 }
@@ -39,8 +44,8 @@ TENSORS = np.dtype(
     [
         (name, np.uint64)
         for name in (
-            "go", "y", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
-            "gy", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
+            "go", "y", "residual", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
+            "gy", "g_residual", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
         )
     ]
 )  # fmt: skip
@@ -82,6 +87,44 @@ def program(files: str, **macros: int | bool) -> Program:
     return Program(files, tuple((name, int(value)) for name, value in sorted(macros.items())))
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a program: how many blocks, with what, and on which device, whatever the arguments are.
+
+    Attributes:
+        shared: bytes of shared memory of a block. device: where the tensors are, those in a struct among them.
+    """
+
+    program: Program
+    blocks: int
+    arguments: tuple[Argument, ...]
+    shared: int
+    device: torch.device
+
+
+# What runs a launch: cupy_launch.launch, nvrtc_launch.launch, or that of a test.
+Launcher = Callable[[Launch], None]
+
+
+# The smallest program, by which a launcher finds out whether it works.
+PROBE = program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
+
+
+def value(argument: Argument) -> np.generic | np.ndarray:
+    """What goes by value: a tensor's address and a number as a scalar of NumPy, a struct as an array of size one."""
+    if argument is None or isinstance(argument, Tensor):
+        return np.uint64(address(argument))
+    return argument
+
+
+def failed(call: Launch, by: str, error: Exception) -> BackendError:
+    """What the user reads of a launch that failed: the kernel, where, by what, why, and a way out."""
+    return BackendError(
+        f"the CUDA kernel {call.program.kernel} failed on {call.device} with {by} ({dict(call.program.macros)}): "
+        f'{type(error).__name__}: {error}; backend="reference" runs without it'
+    )
+
+
 def address(x: Tensor | None) -> int:
     """Where a tensor's numbers begin; 0 for None."""
     return 0 if x is None else x.data_ptr()
@@ -93,9 +136,12 @@ def tensors(**named: Tensor | None) -> np.ndarray:
 
 
 def dense(x: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
-    """Frames [..., C, H, W] without gaps, in channels_last or contiguous; a copy where they are not."""
-    x = x.detach().to(dtype)
-    return x.movedim(-3, -1).contiguous().movedim(-1, -3) if last else x.contiguous()
+    """Frames [..., C, H, W] without gaps, in channels_last or contiguous; a copy where they are not.
+
+    They begin where a vector of any width may: the kernels read several numbers at once, and a slice begins anywhere.
+    """
+    x = laid(x.detach().to(dtype), last)
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def vector(x: Tensor | None) -> Tensor | None:
@@ -136,3 +182,8 @@ def tally(block: int, sums: int, blocks: int, device: torch.device) -> tuple[Ten
     if size <= SHARED:
         return None, size
     return torch.empty(blocks * sums * block, dtype=torch.float32, device=device), block * 4
+
+
+def segment(neurons: int) -> int:
+    """Steps of a thread's neurons whose voltages the backward keeps in registers: 32 numbers leave room for others."""
+    return min(16, max(4, 32 // neurons))

@@ -2,6 +2,13 @@
 //
 // With MASKS, for pools other than 2x2, the spikes of a neuron leave as bits, 32 steps a word, and pool.cu goes on from there.
 
+// Whether a neuron of the slot fired, or how many did.
+#if MEAN
+typedef int fired_of_slot;
+#else
+typedef bool fired_of_slot;
+#endif
+
 extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
     const io* __restrict__ y, const io* __restrict__ residual, const float* __restrict__ scale,
     const float* __restrict__ shift, const float* __restrict__ v0, const float* __restrict__ linear, const float* __restrict__ rate, const float* __restrict__ weights,
@@ -37,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
         const int length = steps_on(g, call);
 #pragma unroll
         for (int j = 0; j < K; j++) {
-            if (j < length) {
-                bool fired[WIDTH_V] = {};
+            if (WHOLE || j < length) {
+                fired_of_slot fired[WIDTH_V] = {};
 #if RESIDUAL
                 float drive[NEURONS];
                 load(residual + t * (position)call.frame, place.first, call, drive);
@@ -50,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
 #pragma unroll
                 for (int n = 0; n < NEURONS; n++) {
                     const float h = charged(drive[n], v[n], tau, call.rest, decay, gain);
-                    fired[n % WIDTH_V] |= h >= call.threshold;
+                    fired[n % WIDTH_V] = MEAN ? fired[n % WIDTH_V] + (h >= call.threshold) : fired[n % WIDTH_V] | (h >= call.threshold);
                     v[n] = after(h, call.threshold, call.rest);
                 }
 #if MASKS
@@ -65,7 +72,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
 #else
                 const float w = GROUP ? weights[t] : 1.0f;
 #pragma unroll
-                for (int i = 0; i < WIDTH_V; i++) sums[i] = (summed ? sums[i] : 0.0f) + (fired[i] ? w : 0.0f);
+                for (int i = 0; i < WIDTH_V; i++) {
+                    const float spikes = MEAN ? (float)fired[i] / CORNERS * w : (fired[i] ? w : 0.0f);
+                    sums[i] = (summed ? sums[i] : 0.0f) + spikes;
+                }
                 if (++summed == (GROUP ? GROUP : 1) || t == call.steps - 1) {
                     Pack<io, WIDTH_V> pack;
 #pragma unroll

@@ -4,8 +4,9 @@
 //                 2 PLIF with decay_input, 3 PLIF (both: tau is a factor), 4 IF, 5 a merged step with its own beta and gamma
 //   HARD          hard reset to the resting voltage, else soft: minus the threshold
 //   AFFINE        a scale and shift for every channel comes before the steps
-//   RESIDUAL      a frame is added to the drive at every step (forward only)
-//   WINDOWS       a MaxPool of 2x2 windows that tile the map is inside
+//   RESIDUAL      a frame is added to the drive at every step
+//   WINDOWS       a pool of 2x2 windows that tile the map is inside; MEAN: AvgPool, else MaxPool
+//   WHOLE         the last drive has as many steps as all, and the last group of drives as many drives
 //   LAST          channels_last
 //   WIDTH_V       slots (neurons, or windows) of one thread, side by side in memory
 //   K             steps on a drive; the last drive may have fewer
@@ -43,21 +44,21 @@ __device__ __forceinline__ float after(float h, float threshold, float rest) {
 __device__ __forceinline__ float derivative(float h, float threshold, float alpha) {
     float x = h - threshold;
 #if SURROGATE == 0
-    float s = 1.0f / (1.0f + expf(-alpha * x));
+    float s = QUOTIENT(1.0f, 1.0f + expf(-alpha * x));
     return (1.0f - s) * s * alpha;
 #elif SURROGATE == 1
     float z = x * (alpha * 1.5707963267948966f);
-    return alpha * 0.5f / (1.0f + z * z);
+    return QUOTIENT(alpha * 0.5f, 1.0f + z * z);
 #elif SURROGATE == 2
     return fmaxf(alpha - alpha * alpha * fabsf(x), 0.0f);
 #elif SURROGATE == 3
     return alpha * 0.5f * expf(-alpha * fabsf(x));
 #elif SURROGATE == 4
-    float z = 1.0f / alpha + fabsf(x);
-    return 1.0f / (2.0f * alpha) / (z * z);
+    float z = 1.0f + alpha * fabsf(x);
+    return QUOTIENT(alpha * 0.5f, z * z);
 #elif SURROGATE == 5
     float z = 1.0f + fabsf(x);
-    return alpha / (z * z);
+    return QUOTIENT(alpha, z * z);
 #else
     float z = alpha * x;
     return alpha * 0.5641895835477563f * expf(-z * z);
@@ -169,5 +170,5 @@ struct Affine {
 
 // Steps on drive g.
 __device__ __forceinline__ int steps_on(int g, const Call& call) {
-    return g + 1 < call.groups ? K : call.steps - (call.groups - 1) * K;
+    return WHOLE || g + 1 < call.groups ? K : call.steps - (call.groups - 1) * K;
 }

@@ -1,4 +1,4 @@
-"""Compiles and launches the CUDA programs through CuPy, on torch's current stream and the tensors' device.
+"""Compiles and launches the CUDA programs through CuPy, on torch's current stream of a launch's device.
 
 CuPy compiles with NVRTC and keeps what it compiled on disk (``CUPY_CACHE_DIR``). It allocates nothing here: all memory is
 torch's. CuPy is imported when a CUDA device first asks for its kernels.
@@ -6,15 +6,11 @@ torch's. CuPy is imported when a CUDA device first asks for its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from sj_tac.errors import BackendError
 from sj_tac.kernels.gpu import program as cuda
 
 OLDEST = (13, 4)
@@ -28,20 +24,17 @@ def install_line() -> str:
 
 @cache
 def problem() -> str:
-    """Why the CUDA kernels cannot run on this machine; empty where they can. A small one is compiled and loaded to know."""
-    if not torch.cuda.is_available():
-        return "the cupy kernels need a CUDA device, and torch.cuda.is_available() is False"
+    """Why CuPy cannot run the kernels on the current device; empty where it can: a small one is compiled and loaded."""
     try:
         import cupy
-    except ImportError as error:
-        return f"the cupy kernels need CuPy, whose import says: {error}; {install_line()}"
+    except Exception as error:  # a CuPy for another CUDA, or one whose libraries are gone, raises whatever it likes
+        return f"the cupy kernels need CuPy, whose import says: {type(error).__name__}: {error}; {install_line()}"
     found = tuple(int(part) for part in cupy.__version__.split(".")[:2])
     if found < OLDEST:
         oldest = ".".join(str(part) for part in OLDEST)
         return f"the cupy kernels need CuPy {oldest} or later, not {cupy.__version__}; {install_line()}"
-    probe = cuda.program("aggregate_forward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
     try:
-        _kernel(probe, torch.cuda.current_device())
+        _kernel(cuda.PROBE, torch.cuda.current_device())
     except Exception as error:  # NVRTC, the driver or the disk: whatever it is, the user is to read it
         return f"CuPy {cupy.__version__} could not compile a kernel: {type(error).__name__}: {error}"
     return ""
@@ -58,13 +51,6 @@ def _module(program: cuda.Program) -> Any:
 @cache
 def _kernel(program: cuda.Program, device: int) -> Any:
     return _module(program).get_function(program.kernel)
-
-
-def _value(argument: cuda.Argument) -> Any:
-    """Addresses and numbers as numpy scalars, structs as arrays of size one: CuPy passes both by value."""
-    if argument is None or isinstance(argument, Tensor):
-        return np.uint64(cuda.address(argument))
-    return argument
 
 
 class _CurrentStream:
@@ -85,23 +71,20 @@ def _stream(cupy: Any, device: int) -> Any:
     return cupy.cuda.ExternalStream(current.handle, device_id=device)
 
 
-def launch(program: cuda.Program, blocks: int, arguments: Sequence[cuda.Argument], shared: int) -> None:
-    """Run a program on torch's current stream of the device where its tensors are.
+def launch(call: cuda.Launch) -> None:
+    """Run a program on torch's current stream of its device.
 
     Raises:
         BackendError: it does not compile, or the device refuses it.
     """
-    if not blocks:
+    if not call.blocks:
         return  # an empty batch
     import cupy
 
-    index = next(a.device.index for a in arguments if isinstance(a, Tensor))
-    values = tuple(_value(a) for a in arguments)
+    program, index = call.program, call.device.index
+    values = tuple(cuda.value(a) for a in call.arguments)
     try:
         with cupy.cuda.Device(index), _stream(cupy, index):
-            _kernel(program, index)((blocks,), (program.block,), values, shared_mem=shared)
+            _kernel(program, index)((call.blocks,), (program.block,), values, shared_mem=call.shared)
     except Exception as error:
-        raise BackendError(
-            f"the CUDA kernel {program.kernel} failed on cuda:{index} with CuPy {cupy.__version__} "
-            f'({dict(program.macros)}): {type(error).__name__}: {error}; backend="reference" runs without it'
-        ) from error
+        raise cuda.failed(call, f"CuPy {cupy.__version__}", error) from error

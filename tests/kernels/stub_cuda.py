@@ -1,0 +1,227 @@
+"""A CUDA device that is none: what torch says of one, and modules in the places of CuPy and cuda-bindings.
+
+Both stand-ins look at all that they are handed as the originals would, compare it with the kernel's own signature, and then
+run the kernel's g++ build (shim.py) on host memory. CPU tensors stand for CUDA ones, so that the very Python that launches
+on a GPU runs here: dispatch, operators, launcher, kernels, autograd.
+"""
+
+import ctypes
+import sys
+import types
+
+import numpy as np
+import shim
+import torch
+
+from sj_tac.kernels import aggregate_op, backends, fire_op
+from sj_tac.kernels.gpu import cupy_launch, nvrtc_launch, program as cuda
+
+STREAM = 7
+MAX_GRID = 2**31 - 1
+
+
+class Stream:
+    """torch's current stream, as far as a launcher asks."""
+
+    cuda_stream = STREAM
+
+
+class Device:
+    """The state of the stand-in: which device and stream are current, and what was launched."""
+
+    def __init__(self):
+        self.current, self.stream, self.context, self.calls = [], [], [], []
+
+
+def check(source, kernel, arguments, blocks, threads, shared):
+    """AssertionError where a launch does not fit the kernel's signature and limits; arguments: (kind, bytes) each."""
+    wanted = shim.parameters(source, kernel)
+    assert len(arguments) == len(wanted), f"{kernel} takes {len(wanted)} arguments, not {len(arguments)}"
+    for number, (given, fits) in enumerate(zip(arguments, wanted, strict=True)):
+        assert given == fits, f"{kernel}: argument {number} is {given[0]} of {given[1]} bytes; it takes {fits}"
+    assert type(blocks) is int
+    assert 1 <= blocks <= MAX_GRID, f"{kernel}: a grid of {blocks} blocks"
+    assert threads == shim.block_of(source), f"{kernel}: blocks of {threads} threads"
+    assert type(shared) is int
+    assert 0 <= shared <= 48 * 1024, f"{kernel}: {shared} bytes of shared memory"
+
+
+# What each type of NumPy's may be passed for. An address is an unsigned number, so that no size is taken for one.
+KINDS = {np.uint64: ("pointer", 8), np.int32: ("integer", 4), np.int64: ("integer", 8), np.float32: ("float", 4)}
+
+
+def kind_of(value):
+    """(kind, bytes) of an argument as CuPy takes it: scalars of NumPy's, and arrays of size one for structs."""
+    if type(value) in KINDS:
+        return KINDS[type(value)]
+    assert type(value) is np.ndarray, f"{value!r} is a {type(value)}, which no kernel is called with"
+    assert value.size == 1
+    assert value.dtype.names, f"an array of {value.dtype} is no struct"
+    return "struct", value.dtype.itemsize
+
+
+def cupy(device, version="14.2.0"):
+    """A module in CuPy's place."""
+
+    class Function:
+        def __init__(self, source, kernel):
+            self.source, self.kernel = source, kernel
+
+        def __call__(self, grid, block, arguments, *, shared_mem=0):
+            assert device.current, "no device is current"
+            assert device.stream[-1:] == [(STREAM, device.current[-1])], "the stream is not torch's of this device"
+            assert type(arguments) is tuple
+            (blocks,), (threads,) = grid, block
+            check(self.source, self.kernel, [kind_of(a) for a in arguments], blocks, threads, shared_mem)
+            held = [np.asarray(a) for a in arguments]
+            device.calls.append(("cupy", self.kernel, device.current[-1]))
+            shim.run(self.source, self.kernel, blocks, shared_mem, [a.ctypes.data for a in held])
+
+    class RawModule:
+        def __init__(self, *, code, options):
+            assert options == cuda.OPTIONS
+            self.code = code
+
+        def get_function(self, name):
+            assert f" {name}(" in self.code
+            return Function(self.code, name)
+
+    class Context:
+        """A device or a stream that is current inside."""
+
+        def __init__(self, stack, value):
+            self.stack, self.value = stack, value
+
+        def __enter__(self):
+            self.stack.append(self.value)
+
+        def __exit__(self, *_):
+            assert self.stack.pop() == self.value
+
+    class Streams:
+        @staticmethod
+        def from_external(foreign):
+            protocol, handle = foreign.__cuda_stream__()
+            assert protocol == 0
+            return Context(device.stream, (handle, device.current[-1]))
+
+    module = types.ModuleType("cupy")
+    module.__version__, module.RawModule = version, RawModule
+    module.cuda = types.SimpleNamespace(Device=lambda index: Context(device.current, index), Stream=Streams)
+    return module
+
+
+class Status(int):
+    """A status of the bindings: a number with a name."""
+
+    name = "CUDA_ERROR_INVALID_VALUE"
+
+
+OK, FAILED = Status(0), Status(1)
+
+
+def bindings(device):
+    """Modules in the places of ``cuda``, ``cuda.bindings``, ``cuda.bindings.nvrtc`` and ``cuda.bindings.driver``."""
+    nvrtc, driver = types.ModuleType("cuda.bindings.nvrtc"), types.ModuleType("cuda.bindings.driver")
+    programs, modules = {}, {}
+
+    def fill(buffer, content):
+        assert type(buffer) is bytearray
+        assert len(buffer) == len(content)
+        buffer[:] = content
+        return (OK,)
+
+    def compile_program(handle, count, flags):
+        assert flags == [*(flag.encode() for flag in cuda.OPTIONS), b"--gpu-architecture=sm_90"]
+        assert count == len(flags)
+        return (OK,)
+
+    def create(source, name, count, headers, names):
+        assert type(source) is type(name) is bytes
+        assert (count, headers, names) == (0, [], [])
+        programs[len(programs)] = source
+        return OK, len(programs) - 1
+
+    nvrtc.nvrtcVersion = lambda: (OK, 13, 2)
+    nvrtc.nvrtcCreateProgram, nvrtc.nvrtcCompileProgram = create, compile_program
+    nvrtc.nvrtcDestroyProgram = lambda handle: (OK,)
+    nvrtc.nvrtcGetCUBINSize = lambda handle: (OK, len(programs[handle]))
+    nvrtc.nvrtcGetCUBIN = lambda handle, buffer: fill(buffer, programs[handle])
+
+    def load(code):
+        assert device.context, "no context is current"
+        modules[len(modules)] = bytes(code).decode()
+        return OK, len(modules) - 1
+
+    def launch(*call):
+        (source, kernel, index), gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = call
+        assert device.context[-1:] == [("context", index)], "the context is not the kernel's"
+        assert (gy, gz, by, bz, extra) == (1, 1, 1, 1, 0)
+        assert stream == STREAM
+        # The driver is told nothing of types: it reads as many bytes as the kernel takes from where it is pointed to.
+        count = len(shim.parameters(source, kernel))
+        addresses = list((ctypes.c_uint64 * count).from_address(pointers))
+        check(source, kernel, shim.parameters(source, kernel), gx, bx, shared)
+        device.calls.append(("nvrtc", kernel, index))
+        shim.run(source, kernel, gx, shared, addresses)
+        return (OK,)
+
+    driver.cuDeviceGet = lambda index: (OK, ("device", index))
+    driver.cuDevicePrimaryCtxRetain = lambda found: (OK, ("context", found[1]))
+    driver.cuCtxPushCurrent = lambda context: (device.context.append(context), (OK,))[1]
+    driver.cuCtxPopCurrent = lambda: (OK, device.context.pop())
+    driver.cuModuleLoadData = load
+    driver.cuModuleGetFunction = lambda module, name: (OK, (modules[module], name.decode(), device.context[-1][1]))
+    driver.cuLaunchKernel = launch
+    package, top = types.ModuleType("cuda.bindings"), types.ModuleType("cuda")
+    package.nvrtc, package.driver, top.bindings = nvrtc, driver, package
+    return {"cuda": top, "cuda.bindings": package, "cuda.bindings.nvrtc": nvrtc, "cuda.bindings.driver": driver}
+
+
+def forget():
+    """What the launchers keep of a machine."""
+    for kept in (cupy_launch.problem, cupy_launch._module, cupy_launch._kernel, nvrtc_launch.problem, nvrtc_launch._kernel,
+                 nvrtc_launch._context):  # fmt: skip
+        kept.cache_clear()
+    backends._SAID.clear()
+
+
+def machine(monkeypatch, tmp_path):
+    """torch's answers on a machine with a CUDA device and neither CuPy nor cuda-bindings."""
+    forget()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream())
+    monkeypatch.setenv("SJ_TAC_CACHE", str(tmp_path / "kernels"))
+    for name in ("cupy", "cuda", "cuda.bindings", "cuda.bindings.nvrtc", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def offer(monkeypatch, *launchers):
+    """Modules for these launchers; gives back the device on which they run."""
+    device = Device()
+    if "cupy" in launchers:
+        monkeypatch.setitem(sys.modules, "cupy", cupy(device))
+    if "nvrtc" in launchers:
+        for name, module in bindings(device).items():
+            monkeypatch.setitem(sys.modules, name, module)
+    return device
+
+
+def stand_in(monkeypatch):
+    """CPU tensors stand for CUDA ones: the operators' CUDA kernels run in the CPU's place, and the choice takes them."""
+    for operator, kernel in (
+        (fire_op.fire, fire_op._on_cuda),
+        (fire_op.fire_backward, fire_op._backward_on_cuda),
+        (aggregate_op.aggregate, aggregate_op._on_cuda),
+        (aggregate_op.aggregate_backward, aggregate_op._backward_on_cuda),
+    ):
+        monkeypatch.setitem(operator._backend_fns, "cpu", kernel)
+    fastest = backends.fastest
+
+    def on_a_device(backend, device, dtype):
+        return fastest(backend, torch.device("cuda", 0) if device is not None and device.type == "cpu" else device, dtype)
+
+    monkeypatch.setattr(backends, "fastest", on_a_device)

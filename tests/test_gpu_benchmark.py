@@ -1,0 +1,98 @@
+"""benchmarks.gpu keeps what it measured, whatever fails later. No device is needed: what times is a stand-in."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import gpu, measure, nets
+
+
+def read(folder):
+    return json.loads((folder / "all.json").read_text())
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        nets, "make", lambda name, batch, device="cpu": (torch.nn.Conv2d(1, 1, 1), torch.zeros(2, 1, 1, 4, 4))
+    )
+    return types.SimpleNamespace(out=tmp_path / "found", net=["DVSGestureNet"], batch=1, rounds=2, no_compile=True)
+
+
+def test_every_row_is_in_the_file_before_the_next_begins(tmp_path):
+    results = gpu.Results(tmp_path, 1)
+    assert "machine" in read(tmp_path)
+
+    def second():
+        assert [row["name"] for row in read(tmp_path)["bandwidth"]] == ["first"]
+        raise RuntimeError("out of memory")
+
+    results.add("bandwidth", "first", lambda: {"ms": 1.0})
+    results.add("bandwidth", "second", second)
+    results.end = 0.0
+    results.add("bandwidth", "third", lambda: pytest.fail("measured after its time"))
+    found = read(tmp_path)["bandwidth"]
+    assert found[0] == {"name": "first", "ms": 1.0}
+    assert found[1]["failed"] == "RuntimeError: out of memory"
+    assert "out of time" in found[2]["failed"]
+
+
+def test_rows_that_fail_cost_no_others(options, monkeypatch):
+    def timed(make, rounds):
+        if "training" in titles[-1]:
+            raise RuntimeError("no kernel")
+        return {"seconds": [0.001] * rounds, "peak MB": 1.0}
+
+    titles, add = [], gpu.Results.add
+    monkeypatch.setattr(gpu.Results, "add", lambda self, stage, *a: (titles.append(stage), add(self, stage, *a))[1])
+    monkeypatch.setattr(gpu, "timed", timed)
+    results = gpu.Results(options.out, 1)
+    gpu.tables(results, Console(record=True, quiet=True), options)
+    found = read(options.out)
+    assert len([title for title in found if title.startswith(("inference", "training"))]) == 2 * len(gpu.PRECISIONS)
+    for title, rows in found.items():
+        if title.startswith("inference"):
+            assert all(row["peak MB"] == 1.0 for row in rows)
+        if title.startswith("training"):
+            assert all(row["failed"] == "RuntimeError: no kernel" for row in rows)
+    assert (options.out / "inference-DVSGestureNet-bf16-weights-batch-1.json").exists()
+    assert (options.out / "report.txt").exists()
+
+
+def test_a_table_without_any_row_of_the_host_has_no_ratios(tmp_path):
+    rows = measure.rows({"sj_tac preserve k=2": [0.5, 0.25, 0.3]}, [], {})
+    assert rows[0]["to_best"] is None
+    console = Console(record=True, width=100, quiet=True)
+    measure.table("none", rows, console)
+    assert measure.save(tmp_path / "one.json", "none", {"net": rows}, 1).exists()
+
+
+def test_only_the_two_files_of_gpu_tests_run_and_a_run_without_end_is_ended(tmp_path, monkeypatch):
+    seen = []
+
+    def run(command, **how):
+        seen.append((command, how))
+        raise gpu.subprocess.TimeoutExpired(command, how["timeout"])
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    gpu.tests(tmp_path, Console(quiet=True), 30)
+    (command, how), *rest = seen
+    assert not rest
+    assert command[:5] == [sys.executable, "-m", "pytest", "tests/test_gpu.py", "tests/kernels/test_gpu_fire.py"]
+    assert how["timeout"] == 30
+    assert "TimeoutExpired" in (tmp_path / "tests.txt").read_text()
+
+
+def test_peaks_of_graphs_are_those_of_their_capture(monkeypatch):
+    allocated, peak = iter([100, 900]), iter([2_000_100, 900])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peak))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found = gpu.timed(lambda: lambda: None, 3)
+    assert found["peak MB"] == 2.0
+    assert len(found["seconds"]) == 3
