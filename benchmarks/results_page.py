@@ -210,7 +210,11 @@ def searching(content: dict[str, Any]) -> str:
             cells = []
             for kind in ("matched", "unmatched"):
                 best = entry[kind]
-                cells += [best["policy"], f"{100 * (entry['source'] - best['accuracy']):.2f}", f"{best['speedup']:.2f}x"]
+                cells += [
+                    best["policy"].replace(" | ", ", "),
+                    f"{100 * (entry['source'] - best['accuracy']):.2f}",
+                    f"{best['speedup']:.2f}x",
+                ]
             rows.append([net, f"{entry['drop']:g}", *cells])
     head = ["net", "max_drop", "matched: policy", "points lost", "speed-up", "unmatched: policy", "points lost", "speed-up"]
     return f"{_where(content['machine'])}.\n\n" + _rows(head, rows)

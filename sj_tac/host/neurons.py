@@ -39,7 +39,10 @@ def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:
 
 def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
     """The second half of a neuron step: charged voltage h -> (spike, voltage after the reset)."""
-    spike = node.surrogate_function(charged - node.v_threshold)
+    if _evaluates_by_threshold(node) and not _is_threshold(node.surrogate_function):
+        spike = (charged >= node.v_threshold).to(charged)
+    else:
+        spike = node.surrogate_function(charged - node.v_threshold)
     fired = spike.detach() if node.detach_reset else spike
     if node.v_reset is None:
         return spike, charged - fired * node.v_threshold
@@ -148,6 +151,14 @@ _FIRING = {getattr(surrogate, name) for name in (*_SURROGATES, *_THRESHOLDS) if 
 
 def fires_by_threshold(node: Any) -> bool:
     """True where a neuron's spikes are ``h >= v_threshold``, whatever their surrogate gradient."""
-    function = node.surrogate_function
+    return _evaluates_by_threshold(node) or _is_threshold(node.surrogate_function)
+
+
+def _evaluates_by_threshold(node: Any) -> bool:
+    """True in eval mode under the host before 2.0, whose IF and LIF neurons do not call their surrogate there."""
+    return not IS_V2 and not node.training and isinstance(node, (neuron.LIFNode, neuron.IFNode))
+
+
+def _is_threshold(function: Any) -> bool:
     replaced = "forward" in getattr(function, "__dict__", ())
     return type(function) in _FIRING and bool(getattr(function, "spiking", True)) and not replaced

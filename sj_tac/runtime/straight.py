@@ -100,7 +100,7 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         surrogate.__dict__.get("alpha"),
         "forward" in surrogate.__dict__,
     )
-    return type(node), threshold, reset, detaches, tau, decays, None if w is None else w.item(), spiking
+    return type(node), node.training, threshold, reset, detaches, tau, decays, None if w is None else w.item(), spiking
 
 
 def _options(pool: Any) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     if numbers is None or groups.frames is not groups.steps:
         return None
     shape, (dtype, device) = y.shape, x.kind
-    if type(v) is float and v == (numbers[2] or 0.0):
+    if type(v) is float and v == (numbers[3] or 0.0):
         v = None
     elif type(v) is not Tensor or v.shape != shape[1:] or v.dtype is not dtype or v.requires_grad or v.device != device:
         return None

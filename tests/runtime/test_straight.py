@@ -8,6 +8,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import nn
 
 import sj_tac
+from sj_tac.host.types import IS_V2
 from sj_tac.runtime import straight
 from sj_tac.runtime.borders import definition
 from sj_tac.runtime.convs import DriveModule
@@ -128,7 +129,9 @@ def test_what_changes_between_two_calls_is_seen(change, pool):
         functional.reset_net(net)
         after = net(x)
     assert compare(net, x, exact=change != "another surrogate") > 0.001
-    if "pool" not in change and change != "store_v_seq":
+    # The older host's LIF does not call its surrogate in eval mode.
+    unseen = ("store_v_seq",) if IS_V2 else ("store_v_seq", "another surrogate")
+    if "pool" not in change and change not in unseen:
         assert not torch.equal(before, after)
 
 
@@ -193,9 +196,11 @@ def test_gradients_after_calls_without():
     """Calls of both kinds take turns: the one with gradients is not the short way."""
     torch.manual_seed(0)
     net = sj_tac.convert(awake(), "preserve", 2)
+    sj_tac.freeze_bn(net)
     x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
     compare(net, x)
     gradients = []
+    net.train()  # the older host has no gradients in eval mode
     for way in (None, definition):
         functional.reset_net(net)
         net.zero_grad()
