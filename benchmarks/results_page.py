@@ -220,6 +220,17 @@ def searching(content: dict[str, Any]) -> str:
     return f"{_where(content['machine'])}.\n\n" + _rows(head, rows)
 
 
+def overhead(content: dict[str, Any]) -> str:
+    """What a fused layer costs beside its convolution."""
+    keys = ("layer_us", "convolution_us", "overhead_us", "spikingjelly_us", "frames")
+    rows = [[f"{row['size']} x {row['size']}", row["k"], *(row[key] for key in keys)] for row in content["rows"]]
+    head = ["map", "k", "layer, us", "convolution, us", "the rest, us", "SpikingJelly's layer, us", "frames of Python"]
+    where = (
+        f"{content['threads']} thread, medians of {content['rounds']} interleaved rounds. {_where(content['machine'])}.\n\n"
+    )
+    return where + _rows(head, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "study": study,
     "speed": speed,
@@ -232,6 +243,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "tuned": tuned,
     "schedule": schedule,
     "searching": searching,
+    "overhead": overhead,
 }
 
 
