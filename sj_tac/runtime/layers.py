@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.host import layer
-from sj_tac.kernels import norm_map, reference
+from sj_tac.kernels import backends, norm_map, reference
 from sj_tac.kernels.weighted_norm import weighted_batch_norm
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.runtime.borders import PLAIN, Borders, Span
@@ -122,10 +122,11 @@ class NormModule(_LearningNorm):
         if recorded:
             x.note_use()
         if not self.training and expression.affine is None:
-            if held["_buffers"]["running_mean"].device.type == "cpu":
+            backend = getattr(x.maker, "backend", "auto")
+            if held["_buffers"]["running_mean"].device.type == "cpu" and backend not in backends.ON_CUDA:
                 by = host.affine(self, self._tac._affine)
             else:
-                by = norm_map.affine(self, self._tac._affine, getattr(x.maker, "backend", "auto"))
+                by = norm_map.affine(self, self._tac._affine, backend)
             mapped = SharedExpression(expression.compact, expression.groups, by)
             made = Shared.of(mapped, x.means, x.folded)
             noted = made.__dict__
