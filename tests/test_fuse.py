@@ -11,8 +11,8 @@ from torch import nn
 
 import sj_tac
 from sj_tac.kernels import fire_op
+from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.runtime.convs import DriveModule
-from sj_tac.runtime.runs import Run
 
 
 def both(net, policy, k, **options):
@@ -48,16 +48,15 @@ def test_a_net_in_channels_last_stays_in_it(tasks, k):
     net, x = tasks[0]  # 28 x 28 and 14 x 14; pools that cut a row off an odd map hand on contiguous frames
     unfused, fused = both(copy.deepcopy(net).to(memory_format=torch.channels_last), "preserve", k)
     seen = []
-    original = Run.__call__
+    original = Launch.__call__
 
-    def fire(self, *arguments):
-        out, v = original(self, *arguments)
-        tensors = (self.inputs.y, out)
-        seen.append([t.flatten(0, 1).is_contiguous(memory_format=torch.channels_last) for t in tensors])
+    def fire(self, y, *arguments):
+        out, v = original(self, y, *arguments)
+        seen.append([t.flatten(0, 1).is_contiguous(memory_format=torch.channels_last) for t in (y, out)])
         return out, v
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "__call__", fire)
+        patch.setattr(Launch, "__call__", fire)
         expected, got = unfused(x), fused(x)
     assert seen == [[True, True]] * len(sj_tac.report(fused).converted)
     assert expected.mean() > 0.01

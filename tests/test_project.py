@@ -71,7 +71,7 @@ FLOORS = [
     {"rewrites"},
     {"operators", "experimental", "tuning"},
     {"batchnorm"},
-    {"conversion"},
+    {"conversion", "capturing"},
     {"cli", "__main__", "schedule"},
 ]
 

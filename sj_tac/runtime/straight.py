@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sj_tac import host
 from sj_tac.kernels import backends, fire as kernels, reference
-from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.kernels.fire_op import ON_CPU
 from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
 from sj_tac.runtime.expressions import Made
@@ -23,6 +22,7 @@ from sj_tac.runtime.runs import Again, Inputs, Run
 from sj_tac.runtime.values import Shared, Spikes
 
 if TYPE_CHECKING:
+    from sj_tac.kernels.cpu.launches import Launch
     from sj_tac.runtime.neurons import Unit
 
 # Stands for "no launch is made for these".
@@ -196,6 +196,8 @@ def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums
     o = kernels.operands(call, None)
     if not in_tiles(y, o.pool, o.window) or overlap(o.pool, o.window):
         return None
+    from sj_tac.kernels.cpu.launches import Launch  # it imports Numba
+
     launch = Launch(o)
     frames = (groups.total, *y.shape[1:])
     inner = launch.shape if wanted is None else (groups.total, *launch.shape[1:])

@@ -37,7 +37,8 @@ STRIP = 8192
 
 
 @lean()
-def _advance(x, v, h, t, n, mode, neuron, decay, gain):
+def _advance(x, v, h, t, n, mode, neuron, linear):
+    decay, gain = linear
     tau, rest, threshold, low, high = neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high
     for i in range(n):
         voltage = charged(x[i], v[i], mode, tau, rest, decay, gain)
@@ -48,19 +49,19 @@ def _advance(x, v, h, t, n, mode, neuron, decay, gain):
 @lean()
 def advance(x, v, h, t, n, neuron, linear):
     """One step of ``n`` neurons: charged voltages into h[t], and the reset; linear: beta and gamma."""
-    mode, (decay, gain) = neuron.mode, linear
+    mode = neuron.mode
     if mode == LIF_DECAY:
-        _advance(x, v, h, t, n, AS_LIF_DECAY, neuron, decay, gain)
+        _advance(x, v, h, t, n, AS_LIF_DECAY, neuron, linear)
     elif mode == LIF:
-        _advance(x, v, h, t, n, AS_LIF, neuron, decay, gain)
+        _advance(x, v, h, t, n, AS_LIF, neuron, linear)
     elif mode == PLIF_DECAY:
-        _advance(x, v, h, t, n, AS_PLIF_DECAY, neuron, decay, gain)
+        _advance(x, v, h, t, n, AS_PLIF_DECAY, neuron, linear)
     elif mode == PLIF:
-        _advance(x, v, h, t, n, AS_PLIF, neuron, decay, gain)
+        _advance(x, v, h, t, n, AS_PLIF, neuron, linear)
     elif mode == IF:
-        _advance(x, v, h, t, n, AS_IF, neuron, decay, gain)
+        _advance(x, v, h, t, n, AS_IF, neuron, linear)
     else:
-        _advance(x, v, h, t, n, AS_MERGED, neuron, decay, gain)
+        _advance(x, v, h, t, n, AS_MERGED, neuron, linear)
 
 
 @lean()
