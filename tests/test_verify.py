@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sj_tac
 from rewrites.verify import _seen
 from sj_tac.errors import ConversionError
-from sj_tac.kernels import fire_op
+from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.neurons import TACLIFNode
 
@@ -61,13 +61,13 @@ def test_the_first_layer_that_differs_is_named(x, k, change, message, inplace, m
 
 
 def test_a_fault_of_the_fused_kernels_is_told_from_one_of_the_layers(x, monkeypatch):
-    original = fire_op.fire_now
+    original = Launch.__call__
 
-    def fire_now(*arguments):
-        out, v = original(*arguments)
+    def launched(self, *arguments):
+        out, v = original(self, *arguments)
         return out * float("nan"), v
 
-    monkeypatch.setattr(fire_op, "fire_now", fire_now)
+    monkeypatch.setattr(Launch, "__call__", launched)
     net = csnn()[:13]  # ends with Linear: a neuron makes a spike or none of anything
     with pytest.raises(ConversionError, match=r"failed in the fused kernels alone: the output is not finite.*fuse=False"):
         sj_tac.convert(net, "preserve", 2, example_input=x)
@@ -83,7 +83,7 @@ def test_numbers_that_are_not_finite_are_traced_to_their_layer(x, monkeypatch):
 
 def test_an_interrupted_verification_leaves_the_model_as_it_was(x, monkeypatch):
     net = csnn()
-    monkeypatch.setattr(fire_op, "fire_now", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(Launch, "__call__", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         sj_tac.convert(net, "preserve", 2, example_input=x, inplace=True)
     assert all("_tac" not in vars(m) for m in net.modules())
