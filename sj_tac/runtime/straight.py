@@ -66,11 +66,8 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
     ):
         return None
     held, parameters = node.__dict__, node.__dict__["_parameters"]
-    surrogate, threshold, reset = (
-        held["_modules"].get("surrogate_function"),
-        held.get("v_threshold"),
-        held.get("v_reset", ""),
-    )
+    surrogate = held["_modules"].get("surrogate_function")
+    threshold, reset = held.get("v_threshold"), held.get("v_reset", "")
     w, tau, decays, detaches = None, None, True, held.get("detach_reset")
     # A number may be a buffer, a parameter or a memory of the node's instead, and is then nothing that a launch knows.
     if isinstance(node, host.neuron.ParametricLIFNode):
@@ -94,12 +91,8 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         or held.get("_neuron_precision") is not None
     ):
         return None
-    spiking = (
-        type(surrogate),
-        surrogate.__dict__.get("spiking"),
-        surrogate.__dict__.get("alpha"),
-        "forward" in surrogate.__dict__,
-    )
+    own = surrogate.__dict__
+    spiking = type(surrogate), own.get("spiking"), own.get("alpha"), "forward" in own
     return type(node), node.training, threshold, reset, detaches, tau, decays, None if w is None else w.item(), spiking
 
 
