@@ -223,7 +223,7 @@ def searching(content: dict[str, Any]) -> str:
 def overhead(content: dict[str, Any]) -> str:
     """What a fused layer costs beside its convolution."""
     keys = ("layer_us", "convolution_us", "overhead_us", "spikingjelly_us", "frames")
-    rows = [[f"{row['size']} x {row['size']}", row["k"], *(row[key] for key in keys)] for row in content["rows"]]
+    rows = [[f"{row['size']} x {row['size']}", str(row["k"]), *(f"{row[key]:g}" for key in keys)] for row in content["rows"]]
     head = ["map", "k", "layer, us", "convolution, us", "the rest, us", "SpikingJelly's layer, us", "frames of Python"]
     where = (
         f"{content['threads']} thread, medians of {content['rounds']} interleaved rounds. {_where(content['machine'])}.\n\n"
