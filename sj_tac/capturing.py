@@ -15,7 +15,7 @@ from sj_tac.errors import CaptureError, InputError
 
 # Calls before the recording: kernels are compiled and chosen, and libraries get their memory.
 WARM_UP = 3
-_NUMBERS = ("v_threshold", "v_reset", "tau", "decay_input", "detach_reset", "_store_v_seq", "_step_mode")
+_NUMBERS = {int, float, bool, str, tuple, type(None), torch.dtype, torch.device}
 
 
 def capture(net: nn.Module, example: Tensor, *, state: Literal["reset", "carried"] = "reset") -> Captured:
@@ -101,8 +101,8 @@ class Captured:
             )
         if _fingerprint(self.net) != self._known:
             raise CaptureError(
-                "the net was changed since its call was captured (parameters, buffers, a neuron's numbers, k or its mode), "
-                "and a replay would not know; capture it again"
+                "the net was changed since its call was captured (parameters, buffers, a module's numbers or hooks, k, or "
+                "autocast), and a replay would not know; capture it again"
             )
         with torch.no_grad():
             known.copy_(x)
@@ -177,13 +177,19 @@ def _states(net: nn.Module, x: Tensor) -> list[tuple[Any, str, Tensor, Any]]:
 
 
 def _fingerprint(net: nn.Module) -> list[Any]:
-    """What a recorded call depends on: where tensors lie and how often they were written, neurons' numbers, and k."""
-    found: list[Any] = [net.training]
-    for tensor in (*net.parameters(), *net.buffers()):
-        found.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+    """What a recorded call depends on: where tensors lie and how often they were written, modules' numbers and hooks, k."""
+    cast = torch.is_autocast_enabled("cuda")
+    found: list[Any] = [cast, torch.get_autocast_dtype("cuda") if cast else None]
+    found += [_place(tensor) for tensor in (*net.parameters(), *net.buffers())]
     for module in net.modules():
-        held = module.__dict__
-        numbers = [held[name] for name in _NUMBERS if name in held and not isinstance(held[name], Tensor)]
-        role = held.get("_tac")
-        found.append((id(module), numbers, getattr(role, "k", None), getattr(role, "mode", None)))
+        held, role = module.__dict__, module.__dict__.get("_tac")
+        # A forward may read any number of its own; memories and what lies in lists are not looked at.
+        numbers = [value for value in held.values() if type(value) in _NUMBERS]
+        tensors = [_place(value) for value in held.values() if isinstance(value, Tensor)]
+        hooks = [*held["_forward_hooks"], *held["_forward_pre_hooks"]]
+        found.append((id(module), numbers, tensors, hooks, getattr(role, "k", None), getattr(role, "mode", None)))
     return found
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

@@ -101,6 +101,13 @@ CHANGES = {
     "k": lambda net: sj_tac.set_k(net, 1),
     "training": lambda net: net.train(),
     "step_mode": lambda net: functional.set_step_mode(net, "s"),
+    "a number that is a tensor": lambda net: setattr(net[2], "v_threshold", torch.tensor(0.5)),
+    "a pool's padding": lambda net: setattr(net[3], "padding", 1),
+    "a conv's stride": lambda net: setattr(net[0], "stride", (2, 2)),
+    "a norm's eps": lambda net: setattr(net[1], "eps", 1.0),
+    "a surrogate": lambda net: setattr(net[2], "surrogate_function", surrogate.Sigmoid(spiking=False)),
+    "a hook": lambda net: net[1].register_forward_hook(lambda m, a, out: out * 2),
+    "a number of the user's": lambda net: setattr(net, "scale", 2.0),
     "a module": lambda net: net.__setitem__(3, nn.Identity()),
     "restored": lambda net: sj_tac.restore(net, inplace=True),
 }

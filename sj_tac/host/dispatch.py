@@ -11,12 +11,12 @@ from torch import Tensor, nn
 _PLAIN = {Tensor, nn.Parameter}
 # Looked up once: every small operator asks.
 is_compiling = torch.compiler.is_compiling
-_modes, _tracing, _profiling = (
+modes, tracing, _profiling = (
     torch._C._len_torch_dispatch_stack,
     torch._C._get_tracing_state,
     torch._C._autograd._profiler_enabled,
 )
-_transform = torch._C._functorch.peek_interpreter_stack
+transform = torch._C._functorch.peek_interpreter_stack
 
 
 def differentiates(*tensors: Tensor | None) -> bool:
@@ -26,7 +26,7 @@ def differentiates(*tensors: Tensor | None) -> bool:
 
 def is_transformed() -> bool:
     """True inside a trace of torch.jit's, a transform of torch.func's or a dispatch mode: tensors may be fake or wrapped."""
-    return _modes() > 0 or _tracing() is not None or _transform() is not None
+    return modes() > 0 or tracing() is not None or transform() is not None
 
 
 def is_plain(x: Tensor) -> bool:
@@ -35,5 +35,5 @@ def is_plain(x: Tensor) -> bool:
     return (
         type(x) in _PLAIN
         and not is_compiling()
-        and not (_modes() > 0 or _tracing() is not None or _transform() is not None or _profiling())
+        and not (modes() > 0 or tracing() is not None or transform() is not None or _profiling())
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
 from sj_tac.errors import InputError
-from sj_tac.host.dispatch import _modes, _tracing, _transform
+from sj_tac.host.dispatch import modes, tracing, transform
 from sj_tac.kernels.weights import group_lengths
 
 
@@ -140,9 +140,9 @@ class Borders:
             or torch.compiler.is_compiling()
             or (self.watched and torch.is_grad_enabled())
             # dispatch.is_transformed, written out: every module asks at every call.
-            or _modes() > 0
-            or _tracing() is not None
-            or _transform() is not None
+            or modes() > 0
+            or tracing() is not None
+            or transform() is not None
         )
 
 

@@ -1,17 +1,15 @@
 """The short way to the kernel: taken where all is as before, and never with anything of before where something changed."""
 
-import sys
-
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import nn
 
 import sj_tac
+from benchmarks.overhead import frames_to_kernel
 from sj_tac.host.types import IS_V2
 from sj_tac.runtime import straight
 from sj_tac.runtime.borders import definition
-from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.drives import Drive
 
 
@@ -219,27 +217,7 @@ def test_few_frames_of_python_from_the_conv_to_the_kernel():
     torch.manual_seed(0)
     net = sj_tac.convert(awake(), "preserve", 2)
     x = (torch.rand(6, 1, 2, 4, 4) < 0.4).float()
-    counts, running = [], False
-
-    def watch(frame, event, argument):
-        nonlocal running
-        if event == "call" and frame.f_code is DriveModule.forward.__code__:
-            running = True
-            counts.append(0)
-        if event == "call" and running:
-            running = not frame.f_code.co_filename.endswith("kernels/cpu/forward.py")
-            counts[-1] += running
-
-    with torch.no_grad():
-        net(x)
-        functional.reset_net(net)
-        sys.setprofile(watch)
-        try:
-            net(x)
-        finally:
-            sys.setprofile(None)
-    assert len(counts) == 3
-    assert max(counts[1:]) <= 40
+    assert frames_to_kernel(net, x) <= 40
 
 
 @pytest.mark.parametrize("weights", ["decay", "learned"])
