@@ -2,6 +2,7 @@
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --threads 1 --out overhead.json
+    python -m benchmarks.overhead --stub [--before earlier.json]    # Python's part on CUDA; no device runs
 
 The bare convolutions run on the same T / k frames. What is left of a layer's time is Python, torch's modules, the affine
 map and the kernel of the neuron itself. Frames are Python's own, from the conv's forward to the kernel.
@@ -13,6 +14,7 @@ import json
 import statistics
 import sys
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,21 +113,33 @@ def rows(size: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def stub_rows(options: Any) -> list[dict[str, Any]]:
+    """What Python takes on CUDA, where no device is."""
+    from benchmarks import stubbed  # it needs what the tests need
+
+    torch.manual_seed(0)
+    found = stubbed.rows(net(), (torch.rand(STEPS, 1, CHANNELS, 4, 4) < 0.3).float(), KS, options.rounds)
+    return stubbed.merged(found, json.loads(options.before.read_text())["rows"]) if options.before else found
+
+
 def main() -> None:
     """Measure, show and save."""
     made = parser(__doc__ or "")
     made.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
+    made.add_argument("--stub", action="store_true", help="Python's part of the CUDA path, without a device (stubbed.py)")
+    made.add_argument("--before", type=Path, help="with --stub: what it wrote for an earlier version, to stand beside")
     options = parsed(made)
     torch.set_num_threads(options.threads)
-    found = [row for size in SIZES for row in rows(size, options.rounds)]
+    found = stub_rows(options) if options.stub else [row for size in SIZES for row in rows(size, options.rounds)]
     table = Table(title="A fused layer, microseconds", title_justify="left")
     for column in found[0]:
         table.add_column(column, justify="right")
     for row in found:
         table.add_row(*map(str, row.values()))
     Console().print(table)
-    path = options.out or RESULTS / f"overhead-cpu-{date.today()}.json"
-    content = {"kind": "overhead", "threads": options.threads, "rounds": options.rounds, "machine": machine.describe()}
+    kind = "overhead-stub" if options.stub else "overhead"
+    path = options.out or RESULTS / f"{'overhead-stub' if options.stub else 'overhead-cpu'}-{date.today()}.json"
+    content = {"kind": kind, "threads": options.threads, "rounds": options.rounds, "machine": machine.describe()}
     path.write_text(json.dumps(content | {"rows": found}, indent=1) + "\n")
 
 

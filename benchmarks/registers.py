@@ -73,19 +73,41 @@ def compile_source(source: str, architecture: int, options: tuple[str, ...]) -> 
     return Compiled(ok, text, int(used[1]) if used else 0, sum(int(n) for n in spilled), bytes(code))
 
 
-def instructions(code: bytes) -> int | None:
-    """How many instructions a kernel has, loops counted once; None without ``nvdisasm``, which Triton brings along."""
+def disassembled(code: bytes) -> str:
+    """A kernel's instructions as text; empty without ``nvdisasm``, which Triton brings along."""
     try:
         from triton import knobs
 
         disassembler = knobs.nvidia.nvdisasm.path
     except (ImportError, AttributeError, RuntimeError):
-        return None
+        return ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        done = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=False)
-    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", done.stdout, re.MULTILINE)) or None
+        return subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=False).stdout
+
+
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/", re.MULTILINE)
+
+
+def instructions(code: bytes) -> int | None:
+    """How many instructions a kernel has, loops counted once; None without ``nvdisasm``."""
+    return len(INSTRUCTION.findall(disassembled(code))) or None
+
+
+def loop(code: bytes) -> int | None:
+    """How many instructions its longest loop has, from a label to the branch back to it; None where nothing can say."""
+    labels: dict[str, int] = {}
+    longest = count = 0
+    for line in disassembled(code).splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = count
+        elif INSTRUCTION.match(line):
+            count += 1
+            branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+            if branch and branch[1] in labels:
+                longest = max(longest, count - labels[branch[1]])
+    return longest or None
 
 
 def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str, int]:
@@ -118,7 +140,7 @@ def specialisations() -> dict[str, cuda.Program]:
                     layout = ", channels_last" if last else ""
                     name = f"{dtype}{layout}, {'2x2 pool' if windows else 'no pool'}, k={k}"
                     macros = neuron(k, io, last, windows)
-                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+                    found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, REST0=1, BLOCK=256)
                     found[f"backward, {name}"] = cuda.program("fire_backward", **macros | backward(macros))
     return found
 
@@ -128,7 +150,7 @@ def instructions_a_step(io: int, architecture: int = 90) -> float | None:
     counts = []
     for k in (4, 8):
         macros = neuron(k, io, False, True)
-        program = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        program = cuda.program("fire_forward", **macros, MASKS=0, REST0=1, BLOCK=256)
         counts.append(instructions(compile_for(program, architecture).code))
     if counts[0] is None or counts[1] is None:
         return None
@@ -138,7 +160,8 @@ def instructions_a_step(io: int, architecture: int = 90) -> float | None:
 def shown(row: dict[str, int | None]) -> str:
     """A cell of the table."""
     spilled = f" ({row['spill_bytes']} B)" if row["spill_bytes"] else ""
-    return f"{row['registers']}{spilled}" + (f" / {row['instructions']}" if row["instructions"] else "")
+    counts = "".join(f" / {row[name]}" for name in ("instructions", "loop") if row[name])
+    return f"{row['registers']}{spilled}{counts}"
 
 
 def page_table(rows: dict[str, dict[str, dict[str, int | None]]], architecture: str = "sm_90") -> str:
@@ -166,7 +189,12 @@ def main() -> None:
     for name, program in specialisations().items():
         compiled = {f"sm_{a}": compile_for(program, a) for a in architectures}
         rows[name] = {
-            a: {"registers": c.registers, "spill_bytes": c.spill_bytes, "instructions": instructions(c.code)}
+            a: {
+                "registers": c.registers,
+                "spill_bytes": c.spill_bytes,
+                "instructions": instructions(c.code),
+                "loop": loop(c.code),
+            }
             for a, c in compiled.items()
         }
         table.add_row(name, *(shown(row) for row in rows[name].values()))

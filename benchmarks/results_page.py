@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and docs/accuracy.md, made from benchmarks/results: python -m benchmarks.results_page
+"""The tables of docs/results.md, accuracy.md and export.md, made from benchmarks/results: python -m benchmarks.results_page
 
 Between ``<!-- table NAME: FILE -->`` and ``<!-- end -->`` everything is generated; the words around it are not.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.measure import RESULTS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = DOCS / "results.md", DOCS / "accuracy.md"
+PAGES = tuple(DOCS / name for name in ("results.md", "accuracy.md", "export.md", "gpu.md"))
 BLOCK = re.compile(r"<!-- table (\w+): ([\w.-]+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 SEPARATE = "T separate calls (the paper's baseline)"
 
@@ -231,6 +231,28 @@ def overhead(content: dict[str, Any]) -> str:
     return where + _rows(head, rows)
 
 
+def compiled(content: dict[str, Any]) -> str:
+    """A converted net as it runs, under torch.compile and in onnxruntime."""
+    keys = ("ms", "to_eager", "ready_s", "differs")
+    rows = [[row["name"], *(f"{row[key]:g}{'x' * (key == 'to_eager')}" for key in keys)] for row in content["rows"]]
+    about = (
+        f"{content['net']}, input {content['input']}, 1 thread, medians of {content['rounds']} interleaved rounds. "
+        f"{_where(content['machine'])}, onnxruntime {content['machine']['onnxruntime']}.\n\n"
+    )
+    return about + _rows(["", "ms", "to the same net uncompiled", "ready after, s", "share of outputs that differ"], rows)
+
+
+def launching(content: dict[str, Any]) -> str:
+    """What Python takes on the way to the CUDA kernels, before and now."""
+    parts = ("layer", "convolution", "norm", "neuron")
+    rows = [
+        [row["launcher"], str(row["k"]), *(" -> ".join(f"{n:g}" for n in row[part]) for part in parts)]
+        for row in content["rows"]
+    ]
+    head = ["launcher", "k", "a layer in a call, us", "its convolution alone", "its norm alone", "its neuron alone"]
+    return f"Medians of {content['rounds']} rounds. {_where(content['machine'])}.\n\n" + _rows(head, rows)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "study": study,
     "speed": speed,
@@ -244,6 +266,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "schedule": schedule,
     "searching": searching,
     "overhead": overhead,
+    "compiled": compiled,
+    "launching": launching,
 }
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from rewrites.graph import Graph, Node
 from rewrites.layouts import Layout
-from rewrites.operations import CARRIES_DRIVES, Kind, site_layer
+from rewrites.operations import CARRIES_DRIVES, SUMS, Kind, site_layer
 from sj_tac import host
 from sj_tac.runtime.swaps import clash
 from sj_tac.verdicts import Reason, Refusal
@@ -212,7 +212,7 @@ class _Finder:
         direct, node = True, site
         while True:
             readers = self.graph.readers(node)
-            if len(readers) != 1 or readers[0].kind in (Kind.SUM, Kind.SITE, Kind.RESHAPE) or readers[0].module is None:
+            if len(readers) != 1 or readers[0].kind in (*SUMS, Kind.SITE, Kind.RESHAPE) or readers[0].module is None:
                 direct = False
                 break
             node = readers[0]
@@ -293,7 +293,7 @@ class _Finder:
             return _Reach((reader.index,)) if reader.once else _Reach(problem=self.twice(reader))
         if reader.kind in CARRIES_DRIVES:
             reach = self.known[reader.index]
-            if reader.kind is Kind.SUM and reach.problem is not None and reach.problem.reason in _OF_SUMS:
+            if reader.kind in SUMS and reach.problem is not None and reach.problem.reason in _OF_SUMS:
                 detail = f"{reader.label} adds it to other frames, and of the sum: {reach.problem.detail}"
                 return _Reach(problem=Refusal(Reason.ADD_BEFORE_NEURON, detail, reach.problem.more))
             if reader.module and host.kind(self.modules[reader.module]) in host.CONTAINERS and self.inner_max_pool(reader):

@@ -65,6 +65,7 @@ class Kind(StrEnum):
     NEURON = "neuron"
     MAX_POOL = "max pool"
     SUM = "sum"  # of values, or their concatenation: a weighted sum of frames may pass where it passes all of them
+    ADDED = "added in place"  # a sum, but into spikes it is written as frames
     LINEAR = "linear"  # weighted sums of frames may pass
     AFFINE = "affine"  # weighted sums may pass where the weights sum to 1
     WRITTEN = "written"  # in place by a number: affine, but frames are made to write into
@@ -74,8 +75,9 @@ class Kind(StrEnum):
     FIXED = "fixed"  # whatever it does, it needs the frames of the input
 
 
+SUMS = (Kind.SUM, Kind.ADDED)
 # Through these a drive that is shared by several frames may reach a neuron and still be that neuron's own, weighted drive.
-CARRIES_DRIVES = {Kind.SITE, Kind.NORM, Kind.SUM, Kind.LINEAR, Kind.AFFINE, Kind.WRITTEN, Kind.RESHAPE}
+CARRIES_DRIVES = {Kind.SITE, Kind.NORM, *SUMS, Kind.LINEAR, Kind.AFFINE, Kind.WRITTEN, Kind.RESHAPE}
 # Frames that stand for several steps may pass through these.
 CARRIES_SPANS = CARRIES_DRIVES - {Kind.RESHAPE, Kind.WRITTEN} | {Kind.MAX_POOL, Kind.ALIKE}
 # Weighted sums of frames may pass through these, whatever the weights sum to.
@@ -199,7 +201,9 @@ def site_layer(container: nn.Module) -> nn.Module | None:
 def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:
     target, others = node.target, [a for a in _flat(node.args[1:]) if not isinstance(a, fx.Node)]
     if target in _SUMS and (inputs == 2 or len(node.all_input_nodes) == 2):
-        return Kind.SUM if inputs == 2 and not others and not node.kwargs else Kind.FIXED
+        if inputs != 2 or others or node.kwargs:
+            return Kind.FIXED
+        return Kind.ADDED if target in _IN_PLACE else Kind.SUM
     if target in _SUMS and inputs == 1 and all(isinstance(a, (int, float)) for a in others):
         return Kind.FIXED if node.kwargs else Kind.WRITTEN if target in _IN_PLACE else Kind.AFFINE
     if target in _CATS:

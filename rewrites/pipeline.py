@@ -17,6 +17,7 @@ from rewrites.trace import as_arguments
 from sj_tac import host
 from sj_tac.errors import ConversionError, ModelTypeError
 from sj_tac.kernels import backends
+from sj_tac.policy import Policy
 from sj_tac.runtime.swaps import is_swapped
 from sj_tac.verdicts import AT_RISK, Reason, Report
 
@@ -116,7 +117,23 @@ def report(converted: nn.Module) -> Report:
     if record.matched and all(is_as_made(converted, name, c) for name, c in corrections):
         # What was seen before it was matched is told no more.
         notes = [*(note for note in notes if not note.startswith(AT_RISK)), record.matched]
-    return replace(found, evidence=record.evidence, notes=tuple(notes))
+    return replace(found, evidence=record.evidence, notes=tuple(notes), policy=policy_of(converted))
+
+
+def policy_of(converted: nn.Module) -> Policy:
+    """The policy of a converted model as it now is: one rule for each converted layer, everything else kept.
+
+    ``k`` and modes are what ``set_k`` has made of them; ``policy.evidence`` is what a search measured, while it still holds.
+    ``sj_tac.convert`` makes the same of a model of the same class, and ``policy.save("policy.yaml")`` writes it. What
+    ``match`` wrote is no part of a policy: ``sj_tac.save`` keeps it.
+
+    Raises:
+        ConversionError: not a converted model.
+    """
+    record = record_of(converted, "policy_of")
+    policy = record.plan.policy(converted)
+    policy._evidence = record.evidence
+    return policy
 
 
 def check_plain(model: Any) -> None:

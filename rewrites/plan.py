@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from rewrites.weights import MIXED
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends
-from sj_tac.policy import Rule, Settings, as_policy
+from sj_tac.policy import Policy, Rule, Settings, as_policy, exactly
 from sj_tac.runtime.borders import PLAIN, Axes, Span
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.drives import Drive
@@ -64,6 +65,27 @@ class Plan:
         layout = lay_out(model, self.graph, self.chains, settings, entry, knows)
         fusion = fuse(model, self.graph, self.chains, layout, self.backend) if self.fused else Fusion()
         return replace(self, settings=settings, layout=layout, fusion=fusion)
+
+    def policy(self, model: nn.Module) -> Policy:
+        """What is converted, as rules by exact name over a default that keeps the rest.
+
+        A chain that its place refused has a rule by pattern, and is refused again: it ends a collapse, what is kept does
+        not.
+        """
+        modules = dict(model.named_modules())
+        linear = any(name in modules and not host.is_conv(modules[name]) for name in self.chains)
+        default = Settings(mode="keep")
+        rules = []
+        for name, settings in self.settings.items():
+            if settings.mode == "keep" or not isinstance(self.chains[name], Chain):
+                # An image's copies are looked for there, too.
+                settings = Settings(mode="keep", exact=settings.exact and settings.normalize)
+            said = {key: value for key, value in settings if value != getattr(default, key)}
+            if said:
+                match = exactly(name) if name in self.layout.drives else f"re:{re.escape(name)}"
+                k = {} if settings.mode == "keep" else {"k": settings.k}
+                rules.append(Rule.model_validate({"match": match} | said | k))
+        return Policy(layers=("conv", "linear") if linear else ("conv",), default=default, rules=tuple(rules))
 
     def without_runs(self) -> Plan:
         """The plan without the large part of what was seen of the source."""
@@ -146,7 +168,7 @@ class _Reporter:
                 verdicts.append(self.verdict(name))
             elif name in stretched:
                 verdicts.append(self.stretched(name, stretched.pop(name)))
-        return Report(tuple(verdicts), title, notes=self.notes())
+        return Report(tuple(verdicts), title, notes=self.notes(), policy=self.plan.policy(self.model))
 
     def notes(self) -> tuple[str, ...]:
         """What is to know of the net as a whole."""

@@ -1,18 +1,23 @@
 """sj_tac: temporal-aggregation convolution for pretrained SpikingJelly nets."""
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sj_tac import functional as functional
     from sj_tac.batchnorm import freeze_bn, recalibrate
     from sj_tac.capturing import Captured, capture
-    from sj_tac.conversion import convert, plan, report, restore, set_k
+    from sj_tac.conversion import convert, plan, policy_of, report, restore, set_k
+    from sj_tac.exporting import Exported, export_onnx
     from sj_tac.host import register_affine, register_neuron
     from sj_tac.operators import TAC, TACTP
     from sj_tac.policy import Policy, Rule
+    from sj_tac.saving import load, save
     from sj_tac.schedule import KSchedule
     from sj_tac.support.memory import keep_memory
+    from sj_tac.tuning.bench import Bench, bench
     from sj_tac.tuning.diagnosis import Diagnosis, diagnose
     from sj_tac.tuning.evidence import Evidence
     from sj_tac.tuning.matching import Match, match
@@ -25,9 +30,11 @@ __version__ = "0.1.0"
 __all__ = [
     "TAC",
     "TACTP",
+    "Bench",
     "Captured",
     "Diagnosis",
     "Evidence",
+    "Exported",
     "KSchedule",
     "Match",
     "Policy",
@@ -36,19 +43,24 @@ __all__ = [
     "Rule",
     "Sensitivity",
     "Verdict",
+    "bench",
     "capture",
     "convert",
     "diagnose",
+    "export_onnx",
     "freeze_bn",
     "functional",
     "keep_memory",
+    "load",
     "match",
     "plan",
+    "policy_of",
     "recalibrate",
     "register_affine",
     "register_neuron",
     "report",
     "restore",
+    "save",
     "search",
     "sensitivity",
     "set_k",
@@ -61,10 +73,13 @@ _HOMES = {
     "verdicts": ("Reason", "Report", "Verdict"),
     "batchnorm": ("freeze_bn", "recalibrate"),
     "capturing": ("Captured", "capture"),
-    "conversion": ("convert", "plan", "report", "restore", "set_k"),
+    "exporting": ("Exported", "export_onnx"),
+    "conversion": ("convert", "plan", "policy_of", "report", "restore", "set_k"),
+    "saving": ("load", "save"),
     "schedule": ("KSchedule",),
     "support.memory": ("keep_memory",),
     "host": ("register_affine", "register_neuron"),
+    "tuning.bench": ("Bench", "bench"),
     "tuning.diagnosis": ("Diagnosis", "diagnose"),
     "tuning.sensitivity": ("Sensitivity", "sensitivity"),
     "tuning.evidence": ("Evidence",),
@@ -74,8 +89,25 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
+def _check_rewrites() -> None:
+    """Raise ImportError where another ``rewrites`` than sj_tac's own package of that name would be imported."""
+    own = Path(__file__).resolve().parents[1] / "rewrites"
+    try:
+        found = find_spec("rewrites")
+    except ValueError:  # a module without a spec, put into sys.modules by hand
+        found = None
+    places = [] if found is None else list(found.submodule_search_locations or [str(found.origin)])
+    if not any(Path(place).resolve() == own for place in places):
+        where = f"Python finds {places[0]}" if places else "there is none"
+        raise ImportError(
+            f"sj_tac needs its own package 'rewrites' ({own}), and {where} in its place: a file or folder of that name on "
+            "sys.path, another distribution, or a half-done installation; rename or move it, or reinstall sj_tac"
+        )
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
+        _check_rewrites()
         found = getattr(import_module(f"sj_tac.{_HOME[name]}"), name)
     elif name == "functional":
         found = import_module("sj_tac.functional")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
@@ -10,13 +11,14 @@ from torch import nn
 
 from rewrites import pipeline, swap
 from rewrites.corrections import take_back
-from rewrites.pipeline import RECORD, deep_copy, plan as plan, record_of, report as report
+from rewrites.pipeline import RECORD, deep_copy, plan as plan, policy_of as policy_of, record_of
 from sj_tac import batchnorm
-from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
+from sj_tac.errors import BatchNormMovedWarning, ConversionError, PolicyError, refuse_unknown
 from sj_tac.policy import as_policy, name_matches, nearest
 from sj_tac.runtime.swaps import has_trained_logits
 from sj_tac.tuning import matching
 from sj_tac.tuning.batches import as_given
+from sj_tac.tuning.layers import measure_layers
 from sj_tac.tuning.matching import unmatch
 from sj_tac.tuning.search import choose
 from sj_tac.verdicts import Report
@@ -98,6 +100,32 @@ def convert(
                 restore(converted, inplace=True)
             raise
     return converted
+
+
+def report(converted: nn.Module, batches: Any = None, *, rounds: int = 5) -> Report:
+    """What became of every conv of a converted model; MACs show once it has seen an input. The model is left as it was.
+
+    Args:
+        batches: frames [T, N, C, H, W], (frames, labels), or a list of them: ``.layers`` then has every layer's firing rate
+            and time, of the source and of the converted net. ``.to_html(path)`` shows them.
+        rounds: timed calls of each.
+
+    Raises:
+        ConversionError: not a converted model, or it has trained aggregation weights, which its source has not.
+        BatchError: the batches cannot be used.
+    """
+    found = pipeline.report(converted)
+    if batches is None:
+        return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BatchNormMovedWarning)
+        source = restore(converted)
+    # A copy: who reads spikes to count them leaves traces in what the report says of the last call.
+    copied = deep_copy(converted)
+    measured = measure_layers(source, copied, batches, rounds)
+    pairs = zip(found.verdicts, pipeline.report(copied).verdicts, strict=True)
+    counted = [replace(v, macs_before=seen.macs_before, macs_after=seen.macs_after) for v, seen in pairs]
+    return replace(found, verdicts=tuple(counted), layers=measured)
 
 
 def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool = False) -> nn.Module:

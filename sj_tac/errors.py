@@ -51,14 +51,33 @@ class SearchError(SjTacError, RuntimeError):
     evidence: Any = None
 
 
+class SearchInterrupted(KeyboardInterrupt):
+    """A search was interrupted. ``policy``: the best until then, or None; ``evidence``: what was tried."""
+
+    policy: Any = None
+    evidence: Any = None
+
+
 class WriteError(SjTacError, OSError):
     """A file could not be written; what stood at its path before still does. ``policy``: what a search had found by then."""
 
     policy: Any = None
 
 
+class CheckpointError(SjTacError, ValueError):
+    """A file of ``sj_tac.save`` cannot be read or does not fit the model, or a net cannot be written as plain tensors."""
+
+
 class CaptureError(SjTacError, RuntimeError):
     """A net's call that cannot be recorded as a CUDA graph, or that was recorded of another net than it is now."""
+
+
+class ExportError(SjTacError, RuntimeError):
+    """A net that cannot be written as a graph, or whose graph computes something else; nothing was written."""
+
+
+class StateNotExportedWarning(UserWarning):
+    """An exported net carries voltages of an earlier call; the graph begins every run at rest."""
 
 
 class BatchNormMovedWarning(UserWarning):

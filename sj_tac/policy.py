@@ -10,12 +10,10 @@ rules:                       # first match wins; what a rule leaves out comes fr
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,10 +21,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sj_tac.errors import PolicyError
+from sj_tac.support import patterns
 from sj_tac.support.files import write_text
+from sj_tac.support.plain_yaml import PlainDataError, read_plain
+from sj_tac.support.words import nearest as nearest
 
 Mode = Literal["preserve", "collapse", "keep"]
-K = Annotated[int, Field(strict=True, ge=1, description="source steps that share one convolution")]
+# More steps than any recording is divided into; a larger k is a slip, and would ask for as many weights.
+MOST = 65_536
+K = Annotated[int, Field(strict=True, ge=1, le=MOST, description="source steps that share one convolution")]
 
 
 class Settings(BaseModel):
@@ -65,7 +68,11 @@ class Rule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    match: str = Field(min_length=1, description='the conv\'s qualified name: exact, a glob, or "re:..." (full match)')
+    match: str = Field(
+        min_length=1,
+        max_length=patterns.LENGTH,
+        description='the conv\'s qualified name: exact, a glob, or "re:..." (full match)',
+    )
     mode: Mode | None = None
     k: K | None = None
     weights: Literal["decay", "uniform", "mixed", "learned"] | None = None
@@ -77,12 +84,10 @@ class Rule(BaseModel):
 
     @field_validator("match")
     @classmethod
-    def _regex_compiles(cls, match: str) -> str:
-        if match.startswith("re:"):
-            try:
-                re.compile(match[3:])
-            except re.error as error:
-                raise ValueError(f"{match!r} is no regular expression: {error}") from None
+    def _is_a_pattern(cls, match: str) -> str:
+        wrong = patterns.problem(match)
+        if wrong:
+            raise ValueError(wrong)
         return match
 
     @property
@@ -91,34 +96,19 @@ class Rule(BaseModel):
         return not self.match.startswith("re:") and not any(c in self.match for c in "*?[")
 
     def matches(self, name: str) -> bool:
+        """Whether this rule is for the layer of that name, if no rule before it is."""
         return name_matches(name, self.match)
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """A qualified name against an exact name, a glob ("layer4.*") or a regular expression ("re:...")."""
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+    """A qualified name against an exact name, a glob ("layer4.*") or a regular expression ("re:..."). Raises PolicyError."""
+    return patterns.Matcher()(name, pattern)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ "did you mean ...?", or the first names there are."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
-    return f"there are: {', '.join(map(repr, names[:8]))}{' ...' if len(names) > 8 else ''}"
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe loader, but for keys that stand twice, of which it would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for (key, _), value in zip(node.value, keys, strict=True):
-            if keys.count(value) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {value!r} stands twice", key.start_mark)
-        return super().construct_mapping(node, deep)
+def exactly(name: str) -> str:
+    """The pattern that matches this name alone."""
+    special = name.startswith("re:") or any(c in name for c in "*?[")
+    return f"re:{re.escape(name)}" if special else name
 
 
 class Policy(BaseModel):
@@ -164,21 +154,19 @@ class Policy(BaseModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
-        """Read a YAML (or JSON) file. Raises PolicyError: missing, empty, no YAML, other content than plain data."""
+        """Read a YAML (or JSON) file.
+
+        Raises:
+            PolicyError: missing, empty, no YAML, other content than plain data, more than 256 kB, 10,000 values or 20
+                levels.
+        """
         file = Path(path)
         try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            values = read_plain(file)
+        except OSError as error:
             raise PolicyError(f"policy file {str(file)!r} cannot be read: {error}") from None
-        try:
-            values = yaml.load(text, _StrictLoader)
-        except yaml.constructor.ConstructorError as error:
-            raise PolicyError(
-                f"{file}: {error.problem} (line {error.problem_mark.line + 1 if error.problem_mark else '?'}); "
-                "a policy is plain data: no tags that build Python objects, every key once"
-            ) from None
-        except yaml.YAMLError as error:
-            raise PolicyError(f"{file} is no YAML: {error}") from None
+        except PlainDataError as error:
+            raise PolicyError(f"{file}{error}") from None
         if values is None:
             raise PolicyError(f"{file} is empty; the least policy is 'default: {{mode: preserve, k: 2}}'")
         return cls.from_dict(values, str(file))
@@ -207,20 +195,27 @@ class Policy(BaseModel):
     def _where(self, index: int) -> str:
         return f"{self._source}, rules[{index}] (match: {self.rules[index].match})"
 
+    def _matching(self, index: int, names: Sequence[str], matches: patterns.Matcher) -> list[str]:
+        try:
+            return [name for name in names if matches(name, self.rules[index].match)]
+        except PolicyError as error:
+            raise PolicyError(f"{self._where(index)}: {error}") from None
+
     def resolve(self, names: Sequence[str]) -> dict[str, tuple[Settings, Rule | None]]:
         """Settings of every layer, with the rule they come from (None: the default).
 
         Raises:
-            PolicyError: a rule matches no name, or only names that earlier rules took.
+            PolicyError: a rule matches no name, or only names that earlier rules took, or takes too long to match.
         """
         found: dict[str, tuple[Settings, Rule | None]] = {}
+        matches = patterns.Matcher()
         for i, rule in enumerate(self.rules):
-            matching = [name for name in names if rule.matches(name)]
+            matching = self._matching(i, names, matches)
             if not matching:
                 raise PolicyError(f"{self._where(i)} matches no conv of the model; {nearest(rule.match, names)}")
             fresh = [name for name in matching if name not in found]
             if not fresh:
-                earlier = next(j for j, r in enumerate(self.rules) if r.matches(matching[0]))
+                earlier = next(j for j, r in enumerate(self.rules) if matches(matching[0], r.match))
                 raise PolicyError(
                     f"{self._where(i)} is never reached: rules[{earlier}] (match: {self.rules[earlier].match}) takes "
                     f"{matching} before it, and the first match wins; put the narrower rule first"
@@ -230,13 +225,19 @@ class Policy(BaseModel):
 
 
 def as_policy(policy: object, k: object = 2) -> Policy:  # noqa: C901  (one check after the other)
-    """The policy that ``convert`` was given: a mode, a dict, a Policy or a path. ``k`` is the default's where it sets none.
+    """The policy that ``convert`` was given: a mode ("preserve", "preserve:4"), a dict, a Policy or a path.
+
+    ``k`` is the default's where it sets none.
 
     Raises:
-        PolicyError: ``k`` is no int of at least 1, the name or file is unknown, or ``k`` is given twice.
+        PolicyError: ``k`` is no int from 1 to 65,536, the name or file is unknown, or ``k`` is given twice.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise PolicyError(f"k={k!r} must be an int of at least 1 (the number of frames that share one convolution)")
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST:
+        raise PolicyError(
+            f"k={_shown(k)} must be an int of at least 1 (the number of frames that share one convolution), {MOST:,} at most"
+        )
+    if isinstance(policy, str) and policy.partition(":")[0] in ("preserve", "collapse", "keep") and ":" in policy:
+        policy, k = _mode_and_k(policy, k)
     if policy == "exact":
         if k not in (1, 2):
             raise PolicyError(f'policy="exact" aggregates nothing, so that k={k} has no meaning there; drop it')
@@ -266,19 +267,42 @@ def as_policy(policy: object, k: object = 2) -> Policy:  # noqa: C901  (one chec
     return changed
 
 
+def _mode_and_k(text: str, k: int) -> tuple[str, int]:
+    """What "preserve:4" says. Raises PolicyError."""
+    mode, _, said = text.partition(":")
+    if not (said.isascii() and said.isdigit() and len(said) < 9 and 1 <= int(said) <= MOST) or mode == "keep":
+        raise PolicyError(f"policy={_shown(text)}: write the k after a colon, as in preserve:4 or collapse:8, 1 to {MOST:,}")
+    if k not in (2, int(said)):
+        raise PolicyError(f"k={k} is given beside policy={text!r}; drop one of the two")
+    return mode, int(said)
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, which may itself be what is wrong: too long, or a number of more digits than Python writes."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} that cannot be written out"
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 def _explain(error: ValidationError, source: str, model: type[BaseModel]) -> str:
     """pydantic's findings in one line each: where in the file, what, and the nearest name that exists."""
     lines = []
-    for item in error.errors():
+    found = error.errors(include_url=False)
+    for item in found[:10]:
         parts = [str(p) for p in item["loc"]]
         where = re.sub(r"\.(\d+)", r"[\1]", ".".join(parts)) or "value"
         if item["type"] == "extra_forbidden":
             owner: type[BaseModel] = Rule if "rules" in parts else Settings if "default" in parts else model
-            lines.append(f"{source}: unknown key {where!r}; {nearest(parts[-1], owner.model_fields)}")
+            lines.append(f"{source}: unknown key {_shown(where)}; {nearest(parts[-1][:100], owner.model_fields)}")
         elif item["type"] == "literal_error":
             allowed = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
-            hint = nearest(str(item["input"]), allowed) if allowed else item["msg"]
-            lines.append(f"{source}: {where} is {item['input']!r}; {hint}")
+            shown = _shown(item["input"])
+            hint = nearest(shown.strip("'"), allowed) if allowed else item["msg"]
+            lines.append(f"{source}: {where} is {shown}; {hint}")
         else:
-            lines.append(f"{source}: {where} is {item['input']!r}; {item['msg'].removeprefix('Value error, ')}")
+            lines.append(f"{source}: {where} is {_shown(item['input'])}; {item['msg'].removeprefix('Value error, ')}")
+    if len(found) > len(lines):
+        lines.append(f"{source}: and {len(found) - len(lines)} more")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -9,6 +10,8 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from sj_tac.support import page
+from sj_tac.support.page import short
 from sj_tac.support.printing import Shown
 
 Status = Literal["converted", "kept", "refused", "stretched"]
@@ -240,6 +243,8 @@ class Report(Shown):
     title: str = "sj_tac"
     evidence: Any = None  # what a policy "auto" was chosen by, an sj_tac.Evidence
     notes: tuple[str, ...] = ()  # what was seen of the net as a whole, on the sample
+    policy: Any = None  # what is converted, layer by layer, an sj_tac.Policy: ``report.policy.save("policy.yaml")``
+    layers: tuple[Any, ...] = ()  # rates and times of every layer, where report was given batches: LayerMeasure
 
     def _with(self, status: Status) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.status == status)
@@ -273,7 +278,16 @@ class Report(Shown):
         plain: dict[str, Any] = {"title": self.title, "verdicts": verdicts}
         if self.notes:
             plain["notes"] = list(self.notes)
+        if self.layers:
+            plain["layers"] = [row._asdict() for row in self.layers]
         return plain if self.evidence is None else plain | {"evidence": self.evidence.to_dict()}
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page that needs no network, with what is known: verdicts, MACs, rates, times, what was searched.
+
+        Raises WriteError; a file that stood at ``path`` is then as it was.
+        """
+        page.write(path, self)
 
     def __rich__(self) -> Table:
         table = Table(title=self.title, caption=self._summary(), caption_justify="left", title_justify="left")
@@ -298,7 +312,7 @@ class Report(Shown):
 
     def _summary(self) -> str:
         before, after = total_macs(self.verdicts)
-        macs = f"; conv MACs per sample {_short(before)} -> {_short(after)}" if before and after else ""
+        macs = f"; conv MACs per sample {short(before)} -> {short(after)}" if before and after else ""
         counts = f"{len(self.converted)} converted, {len(self.stretched)} stretched, {len(self.kept)} kept"
         # Every hint once, however many layers it concerns.
         hints = {v.reason: v.hint for v in self.verdicts if v.reason and v.hint}
@@ -312,16 +326,9 @@ def total_macs(verdicts: Sequence[Verdict]) -> tuple[int, int]:
     return sum(v.macs_before or 0 for v in known), sum(v.macs_after or 0 for v in known)
 
 
-def _short(count: int) -> str:
-    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)
-
-
 def _macs(verdict: Verdict) -> str:
     if verdict.macs_before is None or verdict.macs_after is None:
         return "-"
     if verdict.macs_before == verdict.macs_after:
-        return _short(verdict.macs_before)
-    return f"{_short(verdict.macs_before)} -> {_short(verdict.macs_after)}"
+        return short(verdict.macs_before)
+    return f"{short(verdict.macs_before)} -> {short(verdict.macs_after)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -15,6 +16,10 @@ from spikingjelly.activation_based.model import parametric_lif_net, sew_resnet, 
 from torch import nn
 
 from sj_tac import host
+from sj_tac.runtime import deferred
+from sj_tac.runtime.drives import Drive
+from sj_tac.support import memory
+from sj_tac.tuning import measure
 
 # Every surrogate of SpikingJelly's public list, whatever later versions add. PoissonPass is no threshold function: it takes
 # h - v_threshold as a probability and raises in SpikingJelly itself when that leaves 0..1.
@@ -205,3 +210,25 @@ def same_state(a: nn.Module, b: nn.Module) -> bool:
         and all(torch.equal(left[key], right[key]) for key in left)
         and [n for n, _ in a.named_parameters()] == [n for n, _ in b.named_parameters()]
     )
+
+
+@contextmanager
+def large_convolutions():
+    """Every convolution is large, in a process that does not keep its memory: those without gradients are run in parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "mode", lambda: memory.DEFAULT)
+        for name, value in {"LARGE": 1, "PART": 2000, "FEWEST": 4, "FEWEST_OF_FEW": 2, "SHARE": 0.1}.items():
+            patch.setattr(deferred, name, value)
+        yield
+
+
+def time_by_k(monkeypatch, each: float = 0.0) -> None:
+    """Nets take the longer the smaller their largest k, whatever else this machine does; ``each``: seconds of a run."""
+
+    def seconds(nets: Any, frames: Any, rounds: int, *_: Any) -> dict[str, list[float]]:
+        time.sleep(each * rounds * len(nets))
+        roles = {name: [m.__dict__.get("_tac") for m in net.modules()] for name, net in nets.items()}
+        largest = {name: max((r.k for r in found if isinstance(r, Drive)), default=1) for name, found in roles.items()}
+        return {name: [0.1 / k] * rounds for name, k in largest.items()}
+
+    monkeypatch.setattr(measure, "_seconds", seconds)

@@ -12,6 +12,7 @@ from torch import nn
 import sj_tac
 from sj_tac.kernels import fire_op
 from sj_tac.kernels.cpu.launches import Launch
+from sj_tac.runtime import deferred
 from sj_tac.runtime.convs import DriveModule
 
 
@@ -27,12 +28,16 @@ def tasks():
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(("policy", "k"), [("preserve", 1), ("preserve", 2), ("preserve", 5), ("collapse", 4)])
-def test_real_data_spike_for_spike(tasks, which, policy, k):
+def test_real_data_spike_for_spike(tasks, which, policy, k, monkeypatch):
     net, x = tasks[which]
     unfused, fused = both(net, policy, k)
-    before = fire_op.RUNS["fire", "numba"]
     with torch.no_grad():
+        in_parts = fused(x)
+        functional.reset_net(fused)
+        monkeypatch.setattr(deferred, "LARGE", 1 << 60)  # each neuron once
+        before = fire_op.RUNS["fire", "numba"]
         expected, got = unfused(x), fused(x)
+    assert torch.equal(in_parts, got)
     report = sj_tac.report(fused)
     assert fire_op.RUNS["fire", "numba"] == before + len(report.converted) + len(report.stretched)
     assert expected.mean() > 0.01
@@ -57,6 +62,7 @@ def test_a_net_in_channels_last_stays_in_it(tasks, k):
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", fire)
+        patch.setattr(deferred, "LARGE", 1 << 60)  # each neuron once
         expected, got = unfused(x), fused(x)
     assert seen == [[True, True]] * len(sj_tac.report(fused).converted)
     assert expected.mean() > 0.01

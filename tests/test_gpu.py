@@ -1,10 +1,14 @@
-"""On a CUDA device: nets against SpikingJelly there and against the CPU, streams, graphs, autocast, torch.compile."""
+"""On a CUDA device: nets against SpikingJelly there and against the CPU, streams, graphs, autocast, torch.compile.
+
+Where there is no device, whatever needs none runs through the stand-in for one (stub_cuda.py).
+"""
 
 import copy
 
 import pytest
 import torch
 from spikingjelly.activation_based import functional
+from stub_cuda import DEVICE, REAL, needs_device, on_the_stub
 from support import csnn, frames
 
 import sj_tac
@@ -13,23 +17,23 @@ from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS
 from sj_tac.runtime.runs import Run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
+device = pytest.fixture(autouse=True)(on_the_stub)
 
 
 @pytest.fixture(autouse=True)
 def exact_convs(monkeypatch):
     """TF32 would round the convolutions of the device, not those of the CPU; the fastest algorithm may change by call."""
+    if not REAL:
+        return
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
 def on_device(policy, k, **options):
-    net = csnn().cuda()
-    return net, sj_tac.convert(net, policy, k, **options), frames(10, 4, 2, 8, 8).cuda()
+    net = csnn().to(DEVICE)
+    return net, sj_tac.convert(net, policy, k, **options), frames(10, 4, 2, 8, 8).to(DEVICE)
 
 
 def test_the_cuda_kernels_are_what_runs():
@@ -62,7 +66,8 @@ def test_k1_is_spikingjelly_there(policy, fuse):
 def test_the_device_agrees_with_the_cpu_up_to_spikes_at_the_threshold(policy, k):
     net, fast, x = on_device(policy, k)
     y = fast(x).cpu()
-    on_cpu = sj_tac.convert(copy.deepcopy(net).cpu(), policy, k)
+    # Where CPU tensors stand for the device's, the CPU's own kernels are not to be had.
+    on_cpu = sj_tac.convert(copy.deepcopy(net).cpu(), policy, k, backend="auto" if REAL else "reference")
     functional.reset_net(on_cpu)
     assert (on_cpu(x.cpu()) - y).abs().mean() < 0.02
 
@@ -103,7 +108,7 @@ def test_autocast_runs_the_kernels_in_half(dtype, monkeypatch):
         return original(self, *arguments)
 
     monkeypatch.setattr(Run, "__call__", fire)
-    with torch.autocast("cuda", dtype):
+    with torch.autocast(DEVICE, dtype):
         y = fast(x)
     y.float().sum().backward()
     monkeypatch.undo()
@@ -115,6 +120,7 @@ def test_autocast_runs_the_kernels_in_half(dtype, monkeypatch):
         assert (net(x) - y.float()).abs().mean() < 0.3
 
 
+@needs_device("streams and graphs are the device's")
 @torch.no_grad()
 def test_another_stream_and_a_cuda_graph():
     _, fast, x = on_device("preserve", 2)
@@ -143,6 +149,7 @@ def test_another_stream_and_a_cuda_graph():
     assert not torch.equal(out, expected)
 
 
+@needs_device("two of them")
 @torch.no_grad()
 def test_two_devices():
     if torch.cuda.device_count() < 2:
@@ -152,6 +159,7 @@ def test_two_devices():
     assert torch.equal(there(x.to("cuda:1")).cpu(), fast(x).cpu())
 
 
+@needs_device("torch asks the driver while it compiles")
 @torch.no_grad()
 def test_torch_compile():
     _, fast, x = on_device("preserve", 2)
@@ -183,7 +191,7 @@ def test_diagnosing_searching_and_recalibrating_there():
     assert on_cpu.ratio == pytest.approx(sj_tac.diagnose([x], net).ratio, rel=1e-6)
 
     def cost(net):
-        return 1.0 if "_sj_tac" in vars(net) else 2.0
+        return sum(1 / v.k for v in sj_tac.report(net).converted) if "_sj_tac" in vars(net) else 9.0
 
     policy = sj_tac.search(net, [x.cpu()], max_drop=1, ks=(1, 2), cost=cost, progress=False)
     assert [rule.k for rule in policy.rules] == [2, 2, 2]
@@ -194,6 +202,7 @@ def test_diagnosing_searching_and_recalibrating_there():
     assert all(torch.equal(before[key], value) for key, value in fast.state_dict().items())
 
 
+@needs_device("a CUDA graph is the device's")
 @pytest.mark.parametrize("state", ["reset", "carried"])
 @pytest.mark.parametrize("policy", ["preserve", "collapse"])
 def test_a_captured_call_replays_what_the_net_computes(policy, state):
@@ -209,6 +218,7 @@ def test_a_captured_call_replays_what_the_net_computes(policy, state):
             assert torch.equal(out, fast(part))
 
 
+@needs_device("a CUDA graph is the device's")
 def test_a_forward_that_waits_cannot_be_captured():
     class Waiting(torch.nn.Module):
         def __init__(self, net):

@@ -51,6 +51,46 @@ def test_large_blocks_need_no_new_pages():
     assert sum(found["after"]) <= sum(found["before"]) / 50, found
 
 
+NET = """
+import json, resource, torch, sj_tac
+from spikingjelly.activation_based import functional, layer, neuron
+from sj_tac.runtime import deferred
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(layer.Conv2d(2, 64, 3, padding=1), layer.BatchNorm2d(64), neuron.LIFNode(), layer.MaxPool2d(2))
+net[1].running_var.fill_(0.05)
+nn.init.constant_(net[1].bias, 0.6)
+functional.set_step_mode(net, "m")
+net = sj_tac.convert(net.eval(), k=2)
+x = (torch.rand(8, 4, 2, 120, 120) < 0.3).float()  # drives of 56 MiB
+def faults(large):
+    deferred.LARGE = large
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        functional.reset_net(net)
+        y = net(x)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, y[:]
+with torch.no_grad():
+    (parts, a), (whole, b) = faults(deferred.LARGE), faults(1 << 60)
+print(json.dumps({"parts": parts, "whole": whole, "equal": torch.equal(a, b), "rate": a.mean().item()}))
+"""
+
+
+@on_glibc
+def test_a_converted_net_needs_no_new_pages_for_its_largest_drives():
+    """By default, in a process of its own: convolutions above glibc's limit are run in parts below it."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NET], env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"]
+    assert 0.02 < found["rate"] < 0.9
+    assert found["whole"] >= 28  # pages of 2 MiB, at least
+    assert found["parts"] <= found["whole"] / 4, found
+
+
 @pytest.mark.parametrize("problem", [OSError, TypeError, "musl", "jemalloc"])
 def test_where_the_allocator_is_not_glibcs_nothing_is_done_and_it_says_so(problem, monkeypatch):
     def library(name):

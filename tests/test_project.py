@@ -71,7 +71,7 @@ FLOORS = [
     {"rewrites"},
     {"operators", "experimental", "tuning"},
     {"batchnorm"},
-    {"conversion", "capturing"},
+    {"conversion", "capturing", "saving", "exporting"},
     {"cli", "__main__", "schedule"},
 ]
 
@@ -197,4 +197,8 @@ def test_the_registers_in_the_docs_are_those_that_the_script_found():
     backward = rows["backward, float32, 2x2 pool, k=2"]["sm_90"]
     assert backward["registers"] <= 130
     assert backward["instructions"] <= 5000
-    assert max(row[a]["spill_bytes"] for row in rows.values() for a in row) <= 16
+    for architecture in ("sm_80", "sm_90"):
+        assert rows["forward, float32, 2x2 pool, k=2"][architecture]["loop"] <= 140
+    spilled = {a: max(row[a]["spill_bytes"] for row in rows.values()) for a in next(iter(rows.values()))}
+    assert len(spilled) >= 7
+    assert all(most <= (16 if a in ("sm_80", "sm_90") else 32) for a, most in spilled.items())

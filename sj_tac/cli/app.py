@@ -8,29 +8,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from sj_tac.batchnorm import recalibrate as recalibrate_
-from sj_tac.cli import load
-from sj_tac.conversion import convert as convert_, plan as plan_, report
-from sj_tac.errors import ConversionError, SearchError, SjTacError
-from sj_tac.policy import Policy
-from sj_tac.support import machine, memory
-from sj_tac.support.files import write_whole
-from sj_tac.support.printing import Shown
-from sj_tac.tuning.batches import read
-from sj_tac.tuning.bench import bench as bench_
-from sj_tac.tuning.diagnosis import diagnose as diagnose_
-from sj_tac.tuning.matching import match as match_
-from sj_tac.tuning.search import search as search_
-from sj_tac.tuning.sensitivity import sensitivity as sensitivity_
+# What takes seconds to import is imported by the command that needs it: help and slips come at once.
+import sj_tac
+from sj_tac.cli import named
+from sj_tac.cli.named import UsageError
+from sj_tac.errors import ConversionError, SearchError, SearchInterrupted, SjTacError
 
 app = typer.Typer(
     name="sj-tac",
@@ -46,7 +37,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help="package.module:factory, called without arguments; it returns the net")]
-Checkpoint = Annotated[Path | None, typer.Option(help="its state_dict (torch.save), loaded with weights_only")]
+Checkpoint = Annotated[Path | None, typer.Option(help="its state_dict (torch.save or safetensors); no code is loaded")]
 Data = Annotated[str, typer.Option(help="frames: .npy, .npz, .pt, or package.module:factory")]
 Sample = Annotated[str | None, typer.Option(help="frames, as a sample input: .npy, .npz, .pt, or package.module:factory")]
 BatchSize = Annotated[int, typer.Option(min=1, help="what frames of a file are divided into")]
@@ -54,16 +45,41 @@ BatchFirst = Annotated[
     bool, typer.Option("--batch-first", help="the net takes, and the frames are, [N, T, ...] instead of [T, N, ...]")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table")]
-PolicyOption = Annotated[str, typer.Option(help="preserve, collapse, keep, or a policy file")]
+AsHtml = Annotated[Path | None, typer.Option("--html", help="the report as an HTML page of its own, too")]
+PolicyOption = Annotated[str, typer.Option(help="preserve, collapse, keep, preserve:4, or a policy file")]
 K = Annotated[int, typer.Option(help="frames per convolution where the policy does not say")]
 Rounds = Annotated[int, typer.Option(min=1, help="timed rounds; medians are shown")]
 Seed = Annotated[int, typer.Option(help="of everything random")]
 Kinds = Annotated[list[str], typer.Option("--layers", help="conv, linear; may be given again")]
 Modes = Annotated[list[str], typer.Option("--mode", help="preserve, collapse; may be given again")]
+NetFile = Annotated[Path, typer.Option(help="the net: .safetensors (sj_tac.load reads it), else torch.save, whole")]
 EPILOG = "Example: "
 
 
-def _show(result: Shown, as_json: bool) -> None:
+def _loader(model: str | None) -> Any:
+    """What reads models and data, once the model is known to have a module."""
+    if model is not None:
+        named.check(model, "model")
+    from sj_tac.cli import load
+
+    return load
+
+
+def _write(net: Any, out: Path) -> None:
+    """A converted net: as plain tensors where the suffix says so, otherwise whole."""
+    import torch
+
+    from sj_tac.support import archive
+    from sj_tac.support.files import write_whole
+
+    if out.suffix in archive.SAFETENSORS:
+        sj_tac.save(net, out)
+    else:
+        write_whole(out, lambda draft: torch.save(net, draft))
+    print(f"Written: {out}", file=sys.stderr)
+
+
+def _show(result: Any, as_json: bool) -> None:
     if as_json:
         print(result.to_json())
     else:
@@ -71,8 +87,16 @@ def _show(result: Shown, as_json: bool) -> None:
         (console if console.is_terminal else Console(width=125)).print(*result.parts())
 
 
-def _example(held: list[Any] | None, net: nn.Module) -> Any:
+def _write_html(found: Any, path: Path | None) -> None:
+    if path is not None:
+        found.to_html(path)
+        print(f"Written: {path}", file=sys.stderr)
+
+
+def _example(held: list[Any] | None, net: Any) -> Any:
     """A few samples of the batches, as an example input."""
+    from sj_tac.tuning.batches import read
+
     return None if held is None else next(read(held, net)).example()
 
 
@@ -84,12 +108,15 @@ def plan(
     k: K = 2,
     data: Sample = None,
     batch_first: BatchFirst = False,
+    html: AsHtml = None,
     as_json: AsJson = False,
 ) -> None:
     """A dry run: what would become of every convolution, and why. Exit status 1 where none can be converted."""
+    load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, 2, batch_first, net) if data else None
-    found = plan_(net, policy, k, example_input=_example(held, net))
+    found = sj_tac.plan(net, policy, k, example_input=_example(held, net))
+    _write_html(found, html)
     _show(found, as_json)
     if not found.converted:
         raise typer.Exit(1)
@@ -98,31 +125,37 @@ def plan(
 @app.command(epilog=EPILOG + "sj-tac convert nets:EventNet --checkpoint events.pt --policy policy.yaml --out fast.pt")
 def convert(
     model: Model,
-    out: Annotated[Path, typer.Option(help="the converted net (torch.save; load it with weights_only=False)")],
+    out: NetFile,
     checkpoint: Checkpoint = None,
-    policy: Annotated[str, typer.Option(help="preserve, collapse, a policy file, or auto (needs --data)")] = "preserve",
+    policy: Annotated[
+        str, typer.Option(help="preserve:4, collapse ..., a policy file, or auto (needs --data)")
+    ] = "preserve",
     k: K = 2,
     data: Sample = None,
     match: Annotated[bool, typer.Option("--match", help="correct it by --data, without labels")] = False,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="re-estimate BatchNorms on --data")] = False,
     batch_size: BatchSize = 32,
     batch_first: BatchFirst = False,
+    html: AsHtml = None,
     as_json: AsJson = False,
 ) -> None:
     """Convert a net and save it whole: class, weights and policy. Its state_dict fits the source's class, strictly."""
+    load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net) if data else None
     if held is None and (recalibrate or match or policy == "auto"):
         asked = "--recalibrate" if recalibrate else "--match" if match else "--policy auto"
-        raise load.UsageError(f"{asked} needs --data, batches to measure on")
+        raise UsageError(f"{asked} needs --data, batches to measure on")
     calibration = held if policy == "auto" else None
     wanted = held if match else None
-    fast = convert_(net, policy, k, example_input=_example(held, net), calibration=calibration, match=wanted)
+    fast = sj_tac.convert(net, policy, k, example_input=_example(held, net), calibration=calibration, match=wanted)
     if recalibrate:
-        recalibrate_(fast, held)
-    write_whole(out, lambda draft: torch.save(fast, draft))
-    _show(report(fast), as_json)
-    print(f"Written: {out}", file=sys.stderr)
+        sj_tac.recalibrate(fast, held)
+    _write(fast, out)
+    # On the page with rates and times, where there are frames to measure them on.
+    found = sj_tac.report(fast, held if html is not None else None)
+    _write_html(found, html)
+    _show(found, as_json)
 
 
 @app.command(
@@ -135,21 +168,21 @@ def match(
     policy: PolicyOption = "preserve",
     k: K = 2,
     method: Annotated[str, typer.Option(help="auto, moments, rates, or both")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="the matched net (torch.save; load it with weights_only=False)")] = None,
+    out: NetFile | None = None,
     batch_size: BatchSize = 32,
     batch_first: BatchFirst = False,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Convert a net, and correct it by unlabeled data so that it answers as its source does."""
+    load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
-    fast = convert_(net, policy, k, example_input=_example(held, net))
-    found = match_(fast, held, method=method, seed=seed)
+    fast = sj_tac.convert(net, policy, k, example_input=_example(held, net))
+    found = sj_tac.match(fast, held, method=method, seed=seed)
     assert found is not None
     if out is not None:
-        write_whole(out, lambda draft: torch.save(fast, draft))
-        print(f"Written: {out}", file=sys.stderr)
+        _write(fast, out)
     _show(found, as_json)
 
 
@@ -166,12 +199,13 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Is time signal (preserve it) or noise (collapse it) in this data?"""
+    load = _loader(model)
     net = None if model is None else load.model(model, checkpoint)
     try:
         held = load.batches(data, batch_size, batch_first, net)
-        found = diagnose_(held, net, level=level, margin=margin, seed=seed)
+        found = sj_tac.diagnose(held, net, level=level, margin=margin, seed=seed)
     except ValueError as error:
-        raise error if isinstance(error, SjTacError) else load.UsageError(str(error)) from error
+        raise error if isinstance(error, SjTacError) else UsageError(str(error)) from error
     _show(found, as_json)
 
 
@@ -191,9 +225,10 @@ def sensitivity(
     as_json: AsJson = False,
 ) -> None:
     """Convert every layer alone: what it changes, and what it saves."""
+    load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
-    found = sensitivity_(net, held, ks, modes, layers=layers, rounds=rounds, seed=seed)
+    found = sj_tac.sensitivity(net, held, ks, modes, layers=layers, rounds=rounds, seed=seed)
     if out is not None:
         found.save(out)
     _show(found, as_json)
@@ -208,13 +243,18 @@ def search(
     metric: Annotated[str | None, typer.Option(help="accuracy, agreement, or package.module:function(net, batches)")] = None,
     max_drop: Annotated[float, typer.Option(help="of the metric, absolute")] = 0.01,
     speedup: Annotated[float | None, typer.Option(help="search the best metric at this speed instead")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="seconds")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="seconds, of everything")] = None,
     ks: Annotated[list[int] | None, typer.Option("--k", help="may be given again (default: 1, 2, 3, 4, 6, 8 ... T)")] = None,
     modes: Modes = ["preserve", "collapse"],  # noqa: B006
     layers: Kinds = ["conv"],  # noqa: B006
     rounds: Rounds = 9,
     match: Annotated[bool, typer.Option(help="correct every candidate by --data before it is measured")] = True,
+    holdout: Annotated[
+        float | None,
+        typer.Option(help="share of samples that only tell how sure it is (default: 0.25 of 400 or more)"),
+    ] = None,
     log: Annotated[Path | None, typer.Option(help="goes on from here after a kill")] = None,
+    html: AsHtml = None,
     evidence: Annotated[Path | None, typer.Option(help="JSON of everything tried, and the Pareto frontier as PNG")] = None,
     batch_size: BatchSize = 32,
     batch_first: BatchFirst = False,
@@ -222,14 +262,30 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """The fastest policy within an accuracy budget, as a policy file. Exit status 1 where there is none."""
+    begun = time.monotonic()
+    load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
     measure: Any = load.factory(metric, "metric") if metric and ":" in metric else metric
-    found = search_(
-        net, held, metric=measure, max_drop=max_drop, speedup=speedup, time_limit=time_limit, ks=ks or None, modes=modes,
-        layers=layers, rounds=rounds, log=log, out=evidence, seed=seed, match=match,
-    )  # fmt: skip
+    left = None if time_limit is None else time_limit - (time.monotonic() - begun)
+    if left is not None and left <= 0:
+        raise UsageError(f"--time-limit {time_limit:g} was over before the model and its data were read")
+    try:
+        found = sj_tac.search(
+            net, held, metric=measure, max_drop=max_drop, speedup=speedup, time_limit=left, ks=ks or None, modes=modes,
+            layers=layers, rounds=rounds, log=log, out=evidence, seed=seed, match=match, holdout=holdout,
+        )  # fmt: skip
+    except SearchInterrupted as stopped:
+        if stopped.policy is not None:
+            stopped.policy.save(out)
+            print(f"sj-tac: the best so far is written: {out}", file=sys.stderr)
+        goes_on = f"the same command goes on from {log}" if log else "with --log FILE the same command would go on"
+        print(f"sj-tac: interrupted after {len(stopped.evidence.trials)} policies; {goes_on}", file=sys.stderr)
+        raise typer.Exit(130) from None
     found.save(out)
+    if html is not None:
+        dry = sj_tac.plan(net, found, example_input=_example(held, net))
+        _write_html(replace(dry, title=f"{type(net).__name__}, searched", evidence=found.evidence), html)
     _show(found.evidence, as_json)
     print(f"Written: {out}", file=sys.stderr)
 
@@ -239,7 +295,7 @@ def bench(
     model: Model,
     data: Data,
     checkpoint: Checkpoint = None,
-    policies: Annotated[list[str], typer.Option("--policy", help="mode:k or a policy file; again for more rows")] = [  # noqa: B006
+    policies: Annotated[list[str], typer.Option("--policy", help="preserve:4, or a policy file; again for more rows")] = [  # noqa: B006
         "preserve:2",
         "preserve:4",
         "collapse:4",
@@ -260,31 +316,27 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """The net beside its conversions: accuracy, agreement, firing rate, MACs, milliseconds."""
+    from sj_tac.support import memory
+
     if keep_memory and not memory.keep_memory():
         print("sj-tac: --keep-memory does nothing here: the allocator is not glibc's", file=sys.stderr)
+    load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
-    rows = dict(_row(text) for text in policies)
     by = load.batches(match, batch_size, batch_first, net) if match else None
-    found = bench_(net, held, rows, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed, match=by)
+    found = sj_tac.bench(
+        net, held, policies, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed, match=by
+    )
     if out is not None:
         found.save(out)
     _show(found, as_json)
 
 
-def _row(text: str) -> tuple[str, tuple[Any, int]]:
-    """The name, policy and k of "preserve:2" or of a file."""
-    mode, _, k = text.partition(":")
-    if mode not in ("preserve", "collapse"):
-        return text, (Policy.load(text), 2)
-    if not k.isdigit():
-        raise load.UsageError(f"--policy {text!r}: write the k after a colon, as in {mode}:4, or name a policy file")
-    return f"{mode} k={k}", (mode, int(k))
-
-
 @app.command(epilog=EPILOG + "sj-tac env --json")
 def env(as_json: AsJson = False) -> None:
     """Machine and versions: what belongs into a report of a problem or of a figure."""
+    from sj_tac.support import machine
+
     found = machine.describe()
     if as_json:
         print(json.dumps(found, indent=2))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rewrites.axes import time_axis
-from sj_tac.errors import SjTacError
-from sj_tac.policy import nearest
+from sj_tac.cli.named import UsageError as UsageError, called, factory as factory
+from sj_tac.support import archive
 from sj_tac.tuning.batches import Batch
 
 SUFFIXES = (".npy", ".npz", ".pt")
@@ -23,43 +20,9 @@ FRAMES, LABELS = ("frames", "x", "data"), ("labels", "y", "targets")
 WRAPPED = ("state_dict", "model", "net", "model_state_dict")
 
 
-class UsageError(SjTacError, ValueError):
-    """What a command line names does not exist, or is something else."""
-
-
-def factory(spec: str, what: str) -> Any:
-    """The object of ``package.module:name``; the current folder is searched first. Raises UsageError."""
-    module_name, colon, attribute = spec.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UsageError(f"{what} {spec!r} is not written as package.module:factory")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(
-            f"{what} {spec!r}: {module_name} cannot be imported ({error}); modules are looked for in the current folder, "
-            "in PYTHONPATH and among installed packages"
-        ) from error
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = [name for name in vars(module) if not name.startswith("_")]
-            raise UsageError(f"{what} {spec!r}: {module_name} has no {attribute!r}; {nearest(attribute, names)}")
-        found = getattr(found, part)
-    return found
-
-
 def _called(spec: str, what: str) -> Any:
     found = factory(spec, what)
-    if isinstance(found, (nn.Module, Tensor, list, tuple)) or not callable(found):
-        return found
-    try:
-        return found()
-    except TypeError as error:
-        raise UsageError(
-            f"{what} {spec!r} cannot be called without arguments ({error}); name a function that can"
-        ) from error
+    return found if isinstance(found, (nn.Module, Tensor, list, tuple)) or not callable(found) else called(found, spec, what)
 
 
 def model(spec: str, checkpoint: Path | None) -> nn.Module:
@@ -68,13 +31,36 @@ def model(spec: str, checkpoint: Path | None) -> nn.Module:
     if not isinstance(net, nn.Module):
         raise UsageError(f"model {spec!r} returned a {type(net).__name__}; a factory returns a torch.nn.Module")
     if checkpoint is not None:
-        weights = _state_dict(_torch_file(checkpoint, "checkpoint"), checkpoint)
+        weights = _weights(checkpoint)
         try:
             net.load_state_dict(weights)
         except RuntimeError as error:
             told = " ".join(str(error).split())
             raise UsageError(f"checkpoint {checkpoint} does not fit {spec}: {told[:600]}") from error
     return net.eval()
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    """A state_dict of torch.save, of safetensors, or of ``sj_tac.save``."""
+    if path.suffix in archive.SAFETENSORS:
+        from safetensors.torch import load_file
+
+        try:
+            content = load_file(path)
+        except FileNotFoundError:
+            raise UsageError(f"checkpoint {path} does not exist") from None
+        except Exception as error:  # of a library whose errors are its own
+            raise UsageError(f"checkpoint {path} cannot be read ({type(error).__name__}: {error})") from error
+        corrected = any(name.startswith(archive.MORE) for name in content)
+    else:
+        content = _torch_file(path, "checkpoint")
+        corrected = isinstance(content, dict) and archive.KEY in content and bool(content.get("more"))
+    if corrected:
+        raise UsageError(
+            f"checkpoint {path} is a converted net whose statistics were corrected for its k (sj_tac.match, recalibrate); "
+            "give the source's checkpoint, or load that net with sj_tac.load"
+        )
+    return _state_dict(content, path)
 
 
 def _torch_file(path: Path, what: str) -> Any:

@@ -41,8 +41,10 @@ from sj_tac.host.registry import (
     steps_by_itself as steps_by_itself,
 )
 from sj_tac.host.state import (
+    carries_state as carries_state,
     detached_memories as detached_memories,
     folded as folded,
+    foreign_hooks as foreign_hooks,
     forget_reset_cache as forget_reset_cache,
     is_at_rest as is_at_rest,
     looked_at as looked_at,

@@ -8,10 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_PLAIN = {Tensor, nn.Parameter}
+PLAIN = {Tensor, nn.Parameter}
+# Devices whose numbers are at hand: to read one of another device is to wait for it.
+AT_HAND = {"cpu"}
 # Looked up once: every small operator asks.
 is_compiling = torch.compiler.is_compiling
-modes, tracing, _profiling = (
+modes, tracing, profiling = (
     torch._C._len_torch_dispatch_stack,
     torch._C._get_tracing_state,
     torch._C._autograd._profiler_enabled,
@@ -33,7 +35,7 @@ def is_plain(x: Tensor) -> bool:
     """True where nothing watches what is done to ``x``: no tracing, compiling, profiling or transform of torch's."""
     # is_transformed, written out: a call of Python's costs about what a comparison of tensors does.
     return (
-        type(x) in _PLAIN
+        type(x) in PLAIN
         and not is_compiling()
-        and not (modes() > 0 or tracing() is not None or transform() is not None or _profiling())
+        and not (modes() > 0 or tracing() is not None or transform() is not None or profiling())
     )

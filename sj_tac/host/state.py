@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from spikingjelly.activation_based import base, functional
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from sj_tac.host.neurons import resting_voltage
 from sj_tac.host.registry import is_registered_neuron
@@ -41,6 +42,34 @@ def is_at_rest(node: Any) -> bool:
     """True where the neuron has not run since its reset: its voltage is still the number it is reset to, the resting one."""
     voltage = node._memories["v"]
     return isinstance(voltage, float) and voltage == resting_voltage(node)
+
+
+def carries_state(model: nn.Module) -> list[str]:
+    """Names of the modules whose memories are not what ``reset`` makes of them."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, base.MemoryModule):
+            held, rest = module._memories, module._memories_rv
+            if any(isinstance(value, Tensor) and not _is_rest(value, rest.get(key)) for key, value in held.items()):
+                found.append(name or type(module).__name__)
+    return found
+
+
+def _is_rest(value: Tensor, rest: Any) -> bool:
+    if isinstance(rest, Tensor):
+        return value.shape == rest.shape and torch.equal(value, rest)
+    return isinstance(rest, (int, float)) and bool((value == rest).all())
+
+
+def foreign_hooks(model: nn.Module) -> list[str]:
+    """Names of the modules on which forward hooks hang that are no part of a converted net."""
+    everywhere = every_module._global_forward_hooks or every_module._global_forward_pre_hooks
+    found = ["every module"] if everywhere else []
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not getattr(hook, "of_sj_tac", False) for hook in hooks):
+            found.append(name or type(module).__name__)
+    return found
 
 
 def put_state(node: Any, voltage: Tensor, history: list[Tensor]) -> None:

@@ -32,7 +32,7 @@ def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[floa
     flat = [*weights] * (whole // len(weights)) + [*tail]
     group = len(weights) if whole else len(tail)
     if any(isinstance(w, Tensor) for w in flat):
-        return torch.stack([torch.as_tensor(w, dtype=wide, device=frames.device) for w in flat]), group
+        return torch.stack([reference.tensor_of(w, wide, frames.device) for w in flat]), group
     return reference.constant([float(w) for w in flat], wide, frames.device), group
 
 
@@ -47,8 +47,11 @@ def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[
 
 def _run_cuda(launcher: str) -> Runner:
     def run(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
-        """The CUDA kernel, which reads and writes half itself."""
-        return _by_operator(frames, *_flat(frames, weights, tail), launcher)
+        """The CUDA kernel, which reads and writes half itself; through the torch operator where that has something to do."""
+        chosen, group = _flat(frames, weights, tail)
+        if dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen):
+            return aggregate_op.on_cuda(frames, chosen, group, launcher)
+        return _by_operator(frames, chosen, group, launcher)
 
     return run
 

@@ -89,8 +89,8 @@ def _(
     return gx, weights.new_empty(x.shape[0] if need_weights else 0)
 
 
-@aggregate.register_kernel("cuda")
-def _on_cuda(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
+def on_cuda(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
+    """``aggregate`` by the CUDA kernel, past torch's dispatch."""
     from sj_tac.kernels.gpu import aggregate as cuda_aggregate
 
     refuse_dtype("aggregate", x, ON_CUDA)
@@ -99,6 +99,9 @@ def _on_cuda(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tens
     out = cuda_aggregate.forward(launch, x, weights, group)
     RUNS["aggregate", name] += 1
     return out
+
+
+aggregate.register_kernel("cuda", on_cuda)
 
 
 @aggregate_backward.register_kernel("cuda")

@@ -60,7 +60,7 @@ def refuse_onnx(operator: str) -> None:
     if torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export():
         raise BackendError(
             f"the tracing ONNX exporter (dynamo=False) has no operator sj_tac::{operator}; torch.export.export takes the "
-            "net with it, and torch.jit.trace does"
+            "net with it, and sj_tac.export_onnx writes a converted net as ONNX"
         )
 
 

@@ -152,7 +152,7 @@ def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     w = _plif(node)
     decay, gain = _decay_and_gain(call, wide, merged)
     if isinstance(decay, Tensor) and linear is None:
-        pair = [torch.as_tensor(value, dtype=wide, device=y.device) for value in (decay, gain)]
+        pair = [reference.tensor_of(value, wide, y.device) for value in (decay, gain)]
         linear = torch.stack(pair).expand(len(lengths), 2)
     beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
     mode, tau = host.charge_mode(node, merged), float(node.tau) if isinstance(node, host.neuron.LIFNode) else 1.0

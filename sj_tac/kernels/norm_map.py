@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,35 @@ def affine(norm: Any, known: host.Affine, backend: str) -> tuple[Tensor, Tensor]
     weight, bias, mean, var = numbers = host.norm_numbers(norm)
     if backend == reference.NAME or dispatch.differentiates(weight, bias):
         return host.affine(norm, known)
-    kernel, problem = backends.fastest(backend, var.device, var.dtype)
-    ready = not problem and kernel in backends.ON_CUDA
-    if not ready or not all(x is None or (dispatch.is_plain(x) and _is_float32(x)) for x in numbers):
+    shape, device = var.shape, var.device
+    kernel = _kernel(backend, device) if dispatch.is_plain(var) else ""
+    if not kernel:
         return host.affine(norm, known)
+    for x in numbers:
+        if x is not None and not (
+            type(x) in dispatch.PLAIN
+            and x.dtype is torch.float32
+            and x.shape == shape
+            and x.device == device
+            and x.is_contiguous()
+        ):
+            return host.affine(norm, known)
     scale, shift = torch.empty_like(var), torch.empty_like(var)
-    arguments = (weight, bias, mean, var, scale, shift, np.float32(norm.eps), np.int32(var.numel()))
-    program = cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=BLOCK)
-    _, launch = launchers.named(kernel)
-    launch(cuda.Launch(program, -(-var.numel() // BLOCK), arguments, 0, var.device))
+    at = [0 if x is None else x.data_ptr() for x in (weight, bias, mean, var, scale, shift)]
+    _ready(kernel, device, norm.eps, var.numel())(*at)
     RUNS["norm", kernel] += 1
     return scale, shift
 
 
-def _is_float32(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.is_contiguous()
+@lru_cache(maxsize=64)
+def _kernel(backend: str, device: torch.device) -> str:
+    """What launches the kernel there for a chain of this backend; "" where it is not CUDA's."""
+    kernel, problem = backends.fastest(backend, device, torch.float32)
+    return kernel if not problem and kernel in backends.ON_CUDA else ""
+
+
+@lru_cache(maxsize=256)
+def _ready(kernel: str, device: torch.device, eps: float, channels: int) -> cuda.Ready:
+    program = cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=BLOCK)
+    arguments = (np.float32(eps), np.int32(channels))
+    return launchers.prepared(kernel, cuda.Launch(program, -(-channels // BLOCK), arguments, 0, device))

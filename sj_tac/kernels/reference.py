@@ -30,6 +30,11 @@ def constant(numbers: Iterable[float], dtype: torch.dtype, device: torch.device)
     return _held(tuple(float(n) for n in numbers), dtype, device)
 
 
+def tensor_of(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-dim tensor, without a copy from the host in every call; a tensor in this dtype."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else constant([value], dtype, device).view(())
+
+
 def as_number(size: int | Tensor) -> int:
     """A size of a tensor as a number: while torch.jit traces, it is a tensor itself."""
     return int(size) if isinstance(size, Tensor) else size

@@ -75,4 +75,4 @@ def merged_steps(
     numbers = [value for value in flat if not isinstance(value, Tensor)]
     if len(numbers) == len(flat):
         return reference.constant(numbers, dtype, device).view(-1, 2)
-    return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in flat]).view(-1, 2)
+    return torch.stack([reference.tensor_of(value, dtype, device) for value in flat]).view(-1, 2)

@@ -13,7 +13,9 @@ from sj_tac.errors import InputError
 from sj_tac.host import dispatch, layer
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import decay_weights
+from sj_tac.runtime import deferred
 from sj_tac.runtime.drives import Drive
+from sj_tac.runtime.expressions import Later
 from sj_tac.runtime.groups import Groups, Sums, even, single
 from sj_tac.runtime.matched import Matchable
 from sj_tac.runtime.values import Frames, Shared, Spikes, ordinary
@@ -68,6 +70,7 @@ class DriveModule(Matchable):
     # Each element of the input, not of the output, takes one filter's multiplications.
     _counts_input = False
     in_channels: int
+    out_channels: int
 
     def inner(self) -> Any:
         """The layer that has the weights."""
@@ -79,11 +82,12 @@ class DriveModule(Matchable):
         if held.get("_step_mode") != "m" and not host.is_multi_step(self):
             return self._layer(x)
         drive, logits = self._tac, held["_parameters"].get(LOGITS)
+        wanted: Sums | None
         if drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
         if isinstance(x, Frames) and (x.folded is not None) is self._folds:
-            wanted, summed = self._of_value(x, logits)
-            groups, steps = wanted.groups, x.steps
+            of_value, summed = self._of_value(x, logits)
+            wanted, groups, steps = of_value, of_value.groups, x.steps
             shape = summed.shape
             if len(shape) != self._rank or shape[2] != self.in_channels or not shape[0]:
                 check_frames(summed, self.inner(), drive.name)
@@ -95,12 +99,12 @@ class DriveModule(Matchable):
                 return self._layer(x)
             steps = frames.shape[0]
             if drive.repeated and drive.borders.alike and _is_repeated(frames):
-                drive.ran, summed, groups = "one frame", frames[:1], even(steps, steps)
+                drive.ran, wanted, summed, groups = "one frame", None, frames[:1], even(steps, steps)
             else:
-                found = drive.wants(single(steps), (x.dtype, x.device), logits)
-                assert found is not None
-                drive.ran, summed, groups = "frames", drive.aggregate(frames, found), found.groups
-        y = self._run(summed)
+                wanted = drive.wants(single(steps), (x.dtype, x.device), logits)
+                assert wanted is not None
+                drive.ran, summed, groups = "frames", drive.aggregate(frames, wanted), wanted.groups
+        y = self._run(summed, x, wanted)
         drive.seen = (steps, summed.shape if self._counts_input else y.shape)
         return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
 
@@ -109,15 +113,18 @@ class DriveModule(Matchable):
         result: Tensor = super().forward(x)
         return result
 
-    def _run(self, frames: Tensor) -> Tensor:
+    def _run(self, frames: Tensor, *_: Any) -> Tensor | Later:
         """The source's own layer on compact frames [G, N, ...]."""
         if not self._folds:
             return self._layer(frames)
         y = self._layer(frames.flatten(0, 1))
         return y.reshape(*frames.shape[:2], *y.shape[1:])
 
-    def _run_2d(self, frames: Tensor) -> Tensor:
-        """What ``layer.Conv2d`` computes on [G, N, C, H, W], without its way there, which costs as much as a small map."""
+    def _run_2d(self, frames: Tensor, x: Any, wanted: Sums | None) -> Tensor | Later:
+        """What ``layer.Conv2d`` computes on [G, N, C, H, W], without its way there, which costs as much as a small map.
+
+        A large one may be run later, by the neuron behind it. ``x``: what ``frames`` were made of; ``wanted``: how.
+        """
         held, own = self._parameters, self.__dict__
         weight = held.get("weight")
         inner: Any = self
@@ -127,6 +134,12 @@ class DriveModule(Matchable):
         plain = plain and nn.Conv2d.forward is _FORWARDS[1] and weight is not None and "bias" in held
         if not plain or "weight" in own or "bias" in own:
             return DriveModule._run(self, frames)
+        if 8 * frames.numel() * self.out_channels >= deferred.LARGE * self.in_channels:
+            # Sums are nobody else's, where anything was summed at all.
+            owned = self._tac.ran == "sums" or (wanted is not None and not wanted.sums_nothing)
+            later = deferred.defer(self, x, frames, owned)
+            if later is not None:
+                return later
         y: Tensor = inner._conv_forward(frames.flatten(0, 1), weight, held["bias"])
         return y.view(frames.shape[:2] + y.shape[1:])
 
@@ -190,7 +203,7 @@ class DriveModule(Matchable):
         else:
             summed, lengths = self._sums_of_frames(frames, logits)
         # The host's own layer: what compiles or traces this cannot follow the short way.
-        y = DriveModule._run(self, summed)
+        y: Any = DriveModule._run(self, summed)
         if not compiling:
             drive.ran, drive.seen = "plain", (frames.shape[0], summed.shape if self._counts_input else y.shape)
         repeated = reference.repeat(y, lengths)

@@ -19,7 +19,7 @@ from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.weights import decay_weights, learned_weights
 from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
-from sj_tac.runtime.expressions import SharedExpression
+from sj_tac.runtime.expressions import Later, SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, sums
 from sj_tac.runtime.values import Frames, Shared
 
@@ -121,7 +121,9 @@ class Drive:
         if isinstance(beta, Tensor) or logits is not None:
             source = cast(Any, self.node).w if logits is None else logits
             assert source is not None
-            tag = (id(source), -1 if source.is_inference() else source._version, torch.is_grad_enabled(), number)
+            # A compiled call compares no weights, and torch.compile cannot ask a tensor whether it is of inference mode.
+            version = -1 if not keeps or source.is_inference() else source._version
+            tag = (id(source), version, torch.is_grad_enabled(), number)
             if number is None:
                 return self._sums(of, beta, (wide, kind[1]), (self.weights, tag), logits)
             with torch.inference_mode(False), torch.no_grad():  # it outlives the call that it was made in
@@ -183,7 +185,7 @@ class Drive:
         whole = self.k % groups.steps[0] == 0 or groups.steps[0] % self.k == 0
         return self.normalize and self.weights != "learned" and whole
 
-    def emit(self, y: Tensor, groups: Groups, x: Any, folded: int | None = None) -> Shared:
+    def emit(self, y: Tensor | Later, groups: Groups, x: Any, folded: int | None = None) -> Shared:
         """The value of drives ``y``, one for each of ``groups``, of what came as ``x``; ``folded``: N, where it folds."""
         means = x.means if isinstance(x, Shared) else None
         if self.mode == "collapse" and self.spikes == "count":
@@ -200,7 +202,7 @@ def _number(source: Tensor) -> tuple[float, ...] | None:
 
     The numbers themselves: who writes through ``.data`` leaves no other trace.
     """
-    if torch.is_grad_enabled() or source.device.type != "cpu" or not dispatch.is_plain(source):
+    if torch.is_grad_enabled() or source.device.type not in dispatch.AT_HAND or not dispatch.is_plain(source):
         return None
     return tuple(source.tolist()) if source.dim() else (source.item(),)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from sj_tac.kernels import reference
@@ -35,24 +37,47 @@ class Expression:
         return any(x.requires_grad for x in self.inputs)
 
 
+class Later(Protocol):
+    """A tensor that need not exist yet (deferred.py)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> Tensor:
+        """The tensor."""
+
+
 class SharedExpression(Expression):
     """``repeat(map(compact)) + residual``: what converted convolutions give.
 
     Args:
-        compact: [G, N, C, ...]; groups: what each of them stands for.
+        compact: [G, N, C, ...], a tensor or one that is made when it is read; groups: what each of them stands for.
         affine: scale and shift [C] of an affine map of the channels that is noted and not yet applied, or None.
         residual: an expression of the same T that is added, or None.
     """
 
     def __init__(
         self,
-        compact: Tensor,
+        compact: Tensor | Later,
         groups: Groups,
         affine: tuple[Tensor, Tensor] | None = None,
         residual: Expression | None = None,
     ) -> None:
-        self.compact, self.groups, self.affine, self.residual = compact, groups, affine, residual
-        self.inputs = (compact, *(affine or ()), *(residual.inputs if residual is not None else ()))
+        # What was given; whoever reads ``compact`` gets a tensor.
+        self.held: Any = compact
+        self.groups, self.affine, self.residual = groups, affine, residual
+
+    @property
+    def compact(self) -> Tensor:
+        """The compact frames [G, N, C, ...]."""
+        held = self.held
+        return held if isinstance(held, Tensor) else held.make()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """What gradients may flow to."""
+        return (self.compact, *(self.affine or ()), *(self.residual.inputs if self.residual is not None else ()))
 
     def mapped(self) -> Tensor:
         """The compact form behind its affine map."""

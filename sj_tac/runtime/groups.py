@@ -115,7 +115,7 @@ def sums(
     dtype, device = like
     flat = [w for row in rows for w in row]
     if any(isinstance(w, Tensor) for w in flat):
-        made = torch.stack([torch.as_tensor(w, dtype=dtype, device=device) for w in flat])
+        made = torch.stack([reference.tensor_of(w, dtype, device) for w in flat])
         key: tuple[object, ...] = (of, size, tag)
     else:
         made = reference.constant([float(w) for w in flat], dtype, device)

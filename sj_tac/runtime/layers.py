@@ -127,7 +127,7 @@ class NormModule(_LearningNorm):
                 by = host.affine(self, self._tac._affine)
             else:
                 by = norm_map.affine(self, self._tac._affine, backend)
-            mapped = SharedExpression(expression.compact, expression.groups, by)
+            mapped = SharedExpression(expression.held, expression.groups, by)
             made = Shared.of(mapped, x.means, x.folded)
             noted = made.__dict__
             noted["maker"], noted["merges"], noted["normalize"] = x.maker, x.merges, x.normalize

@@ -188,6 +188,7 @@ class UnitModule(neuron.BaseNode):
         if groups.frames is not groups.steps:
             return self._emit_steps(run, groups)
         unit, y = self._tac, run.inputs.y
+        assert y is not None
         pool = unit.pool if len(run.frame) == 4 else None
         wanted = unit.wanted(groups, (y.dtype, y.device))
         if wanted is None:
@@ -231,6 +232,7 @@ class UnitModule(neuron.BaseNode):
     def _emit_means(self, run: Run, means: Groups) -> Tensor:
         """Behind a count collapse: the mean of each group's steps, taken behind the pool."""
         unit, y = self._tac, run.inputs.y
+        assert y is not None
         shape = (means.total, *run.frame)
         pool = unit.pool if len(run.frame) == 4 else None
         if unit.pools_later and pool is None:

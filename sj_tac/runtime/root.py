@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sj_tac.errors import ExportError
+from sj_tac.host import dispatch
 from sj_tac.runtime.borders import Axes, Borders, is_watched
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.runtime.table import as_plain
@@ -36,6 +38,12 @@ class Enter:
         return self.__dict__ | {"linked": None}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not dispatch.is_compiling() and dispatch.tracing() is not None:
+            raise ExportError(
+                "torch.jit.trace, and the ONNX exporter that is built on it, cannot record a converted net "
+                f"({type(module).__name__}): T and the voltages of this call would stay in the recording; use "
+                "sj_tac.export_onnx, or torch.export.export"
+            )
         if self.axes is not None:
             self.borders.call = self.axes.of(args, kwargs)
         if self.linked is None or self.linked() is not module:

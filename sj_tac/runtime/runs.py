@@ -10,13 +10,16 @@ from torch import Tensor
 
 from sj_tac.errors import StaleValueError
 from sj_tac.kernels import fire as kernels
-from sj_tac.runtime.expressions import Expression
+from sj_tac.runtime.expressions import Expression, Later
 
 
 class Inputs(NamedTuple):
-    """What one run of a unit's neuron reads: the tensors of a ``kernels.fire.Call``, which all may have gradients."""
+    """What one run of a unit's neuron reads: the tensors of a ``kernels.fire.Call``, which all may have gradients.
 
-    y: Tensor
+    ``y`` is None where the convolution in front was run in parts (``Run.drives``).
+    """
+
+    y: Tensor | None
     v: Tensor | None
     residual: Tensor | None
     scale: Tensor | None
@@ -26,7 +29,7 @@ class Inputs(NamedTuple):
     def of(self, tensors: tuple[Tensor, ...]) -> Inputs:
         """The same with other tensors in the places of those that are given."""
         found = iter(tensors)
-        return Inputs(*[None if x is None else next(found) for x in self])  # type: ignore[arg-type]
+        return Inputs(*[None if x is None else next(found) for x in self])
 
 
 class Again(Expression):
@@ -47,17 +50,20 @@ class Run:
     """
 
     __slots__ = (
-        *("node", "unit", "frame", "inputs", "given", "lengths", "merges", "normalize", "wants"),
+        *("node", "unit", "frame", "inputs", "drives", "given", "lengths", "merges", "normalize", "wants"),
         *("_numbers", "_versions"),
     )
 
-    def __init__(self, node: Any, inputs: Inputs, lengths: list[int], merges: bool, normalize: bool) -> None:
-        self.node, self.unit, self.lengths = node, node._tac, lengths
-        self.frame = inputs.y.shape[1:]
-        if len(self.frame) != 4:
+    def __init__(
+        self, node: Any, inputs: Inputs, lengths: list[int], merges: bool, normalize: bool, drives: Later | None = None
+    ) -> None:
+        self.node, self.unit, self.lengths, self.drives = node, node._tac, lengths, drives
+        y = inputs.y
+        self.frame = (y if drives is None else drives).shape[1:]  # type: ignore[union-attr]
+        if y is not None and len(self.frame) != 4:
             v = None if inputs.v is None else _as_maps(inputs.v[None])[0]
             residual = None if inputs.residual is None else _as_maps(inputs.residual)
-            inputs = inputs._replace(y=_as_maps(inputs.y), v=v, residual=residual)
+            inputs = inputs._replace(y=_as_maps(y), v=v, residual=residual)
         self.inputs, self.merges, self.normalize = inputs, merges, normalize
         # Without helpers: every layer of every call makes a run.
         given, versions, recorded, self.wants = [], [], torch.is_grad_enabled(), False
@@ -84,6 +90,9 @@ class Run:
         """Pooled frames or sums of ``size`` steps, in the frames' own dimensions; and the last voltages."""
         y, v, residual, scale, shift, w = inputs or self.inputs
         node, unit = self.node, self.unit
+        if y is None:
+            assert self.drives is not None
+            y = self.drives.make()
         if w is not self.inputs.w:
             node = _twin(node)
             node.__dict__["_parameters"] = {"w": w}

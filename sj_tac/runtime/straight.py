@@ -7,28 +7,60 @@ here, takes the long way (neurons.py), which knows everything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sj_tac import host
+from sj_tac.host import dispatch
 from sj_tac.kernels import backends, fire as kernels, reference
-from sj_tac.kernels.fire_op import ON_CPU
+from sj_tac.kernels.checks import WIDE
+from sj_tac.kernels.fire_op import ON_CPU, ON_CUDA
+from sj_tac.kernels.layout import empty
+from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
+from sj_tac.runtime.deferred import Deferred
 from sj_tac.runtime.expressions import Made
 from sj_tac.runtime.groups import Groups, Sums
 from sj_tac.runtime.runs import Again, Inputs, Run
 from sj_tac.runtime.values import Shared, Spikes
 
 if TYPE_CHECKING:
-    from sj_tac.kernels.cpu.launches import Launch
     from sj_tac.runtime.neurons import Unit
 
 # Stands for "no launch is made for these".
 NONE: Any = object()
 # As many launches as a unit keeps: sizes of batches and clips that take turns.
 KEPT = 16
+# Dtypes of drives on each device.
+DTYPES = {"cpu": ON_CPU, "cuda": ON_CUDA}
+
+
+class Launch(Protocol):
+    """What runs the steps: ``kernels.cpu.launches.Launch`` or ``kernels.gpu.launches.Launch``."""
+
+    shape: tuple[int, ...]
+    last: bool
+
+    @property
+    def kernel(self) -> str:
+        """Its name."""
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the sums' weights and a PLIF's w are read in every call, or are numbers in the launch."""
+
+    def __call__(
+        self,
+        y: Tensor,
+        v0: Tensor | None,
+        residual: Tensor | None,
+        affine: tuple[Tensor | None, Tensor | None],
+        weights: Tensor | None,
+        w: Tensor | None,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class Prepared(NamedTuple):
@@ -46,21 +78,25 @@ class Prepared(NamedTuple):
     inner: tuple[int, ...]
     outer: tuple[int, ...]
 
+    def fits(self, wanted: Sums | None) -> bool:
+        """Whether it makes other sums, too: weights that hang on a tensor of a device are new in every call."""
+        before = self.wanted
+        alike = before is not None and wanted is not None and before.size == wanted.size and before.of == wanted.of
+        return alike and self.launch.reads_weights
+
 
 def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
     """All that a neuron's steps depend on besides tensors; None where a launch cannot know it, or the value notes more."""
-    y, (dtype, device) = x.expression.compact, x.kind
+    y, (dtype, device) = x.expression.held, x.kind
     if (
         x._made is not None
         or x._viewed is not None
         or x.folded is not None
         or x.means is not None
         or x.merges
-        or type(y) is not Tensor
-        or y.requires_grad
+        or (type(y) is not Deferred and (type(y) is not Tensor or y.requires_grad))
         or len(y.shape) != 5
-        or dtype not in ON_CPU
-        or device.type != "cpu"
+        or dtype not in DTYPES.get(device.type, ())
         or unit.backend == reference.NAME
         or torch._C._autograd._profiler_enabled()
     ):
@@ -72,8 +108,9 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
     # A number may be a buffer, a parameter or a memory of the node's instead, and is then nothing that a launch knows.
     if isinstance(node, host.neuron.ParametricLIFNode):
         w, decays = parameters.get("w"), held.get("decay_input")
-        if type(w) is not torch.nn.Parameter or w.device.type != "cpu":
+        if type(w) is not torch.nn.Parameter or w.device != device or w.shape:
             return None
+        w = w.item() if device.type in dispatch.AT_HAND else w.dtype
     elif isinstance(node, host.neuron.LIFNode):
         tau, decays = held.get("tau"), held.get("decay_input")
         if type(tau) not in (float, int):
@@ -93,7 +130,7 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         return None
     own = surrogate.__dict__
     spiking = type(surrogate), own.get("spiking"), own.get("alpha"), "forward" in own
-    return type(node), node.training, threshold, reset, detaches, tau, decays, None if w is None else w.item(), spiking
+    return type(node), node.training, threshold, reset, detaches, tau, decays, w, spiking
 
 
 def _options(pool: Any) -> tuple[Any, ...]:
@@ -110,55 +147,114 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
 
     Nobody differentiates (``torch.is_grad_enabled()`` is False), and values pass (``Borders.are_plain`` is False).
     """
-    y, groups = x.expression.compact, x.expression.groups
+    y, groups = x.expression.held, x.expression.groups
     numbers, v = _numbers(node, unit, x), node._memories["v"]
     if numbers is None or groups.frames is not groups.steps:
         return None
     shape, (dtype, device) = y.shape, x.kind
+    wide = WIDE[dtype]
     if type(v) is float and v == (numbers[3] or 0.0):
         v = None
-    elif type(v) is not Tensor or v.shape != shape[1:] or v.dtype is not dtype or v.requires_grad or v.device != device:
+    elif type(v) is not Tensor or v.shape != shape[1:] or v.dtype is not wide or v.requires_grad or v.device != device:
         return None
-    scale, shift = x.expression.affine or (None, None)
-    if scale is not None and (scale.dtype is not dtype or scale.requires_grad or scale.shape != shape[2:3]):
-        return None  # the long way has words for a norm of other channels
+    (scale, shift), affine = x.expression.affine or (None, None), None
+    if scale is not None and shift is not None:
+        affine = (
+            scale.shape, scale.dtype, scale.device, scale.requires_grad,
+            shift.shape, shift.dtype, shift.device, shift.requires_grad,
+        )  # fmt: skip
     residual = None if x.expression.residual is None else x.expression.residual.make()
-    if residual is not None and (type(residual) is not Tensor or residual.dtype is not dtype or residual.requires_grad):
+    if residual is not None and not (
+        type(residual) is Tensor and residual.dtype is dtype and not residual.requires_grad and residual.device == device
+    ):
         return None
     pool = None if unit.pool is None else _options(unit.pool)
-    # Past NamedTuple's own function.
-    inputs: Inputs = tuple.__new__(Inputs, (y, v, residual, scale, shift, node._parameters.get("w")))
-    added = None if residual is None else residual.shape
-    key = groups, shape, y.stride(), x.kind, scale is None, added, numbers, pool, unit.backend
-    found = _prepared(unit, node, inputs, groups, key)
-    if found is NONE:
-        return None
-    out, last = found.launch(y, v, residual, (scale, shift))
+    w, added = node._parameters.get("w"), None if residual is None else residual.shape
+    wanted = unit.wanted(groups, x.kind)
+    key = groups, shape, x.kind, affine, added, numbers, pool, unit.backend
+    if type(y) is Deferred:
+        inputs = Inputs(None, v, residual, scale, shift, w)
+        parts = _in_parts(node, unit, inputs, y, wanted, key)
+        if parts is None:
+            return None
+        found, out, last = parts
+    else:
+        # Past NamedTuple's own function.
+        inputs = tuple.__new__(Inputs, (y, v, residual, scale, shift, w))
+        found = _prepared(unit, node, inputs, wanted, (*key, y.stride()))
+        if found is NONE:
+            return None
+        out, last = found.launch(y, v, residual, (scale, shift), None if wanted is None else wanted.flat, w)
+        y = None
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None
-    unit.ran = backends.NUMBA
-    return _value(node, unit, found, inputs, out)
+    unit.ran = found.launch.kernel
+    return _value(node, unit, found, wanted, (inputs, y), out)
 
 
-def _prepared(unit: Unit, node: Any, inputs: Inputs, groups: Groups, key: tuple[Any, ...]) -> Any:
+def _in_parts(
+    node: Any, unit: Unit, inputs: Inputs, drives: Deferred, wanted: Sums | None, key: tuple[Any, ...]
+) -> tuple[Prepared, Tensor, Tensor] | None:
+    """Run a convolution and the neuron behind it on some samples and channels after the other: what was prepared, with the
+    shapes of all; the output; and the last voltages. None where no launch is made for these.
+    """
+    _, v, residual, scale, shift, w = inputs
+    try:
+        if drives.made is not None or unit.launches.get(key) is NONE:  # somebody read the whole; found out before
+            return None
+    except TypeError:  # a pool's options are lists
+        return None
+    found, out, last = None, torch.empty(0), torch.empty(0)
+    for (at, to), y in drives.parts(*drives.size_of_part()):
+        added = None if residual is None else residual[:, at, to]
+        part = Inputs(
+            y, None if v is None else v[at, to], added, None if scale is None else scale[to],
+            None if shift is None else shift[to], w,
+        )  # fmt: skip
+        prepared = _prepared(unit, node, part, wanted, (*key, y.shape, y.stride()))
+        if prepared is NONE:
+            unit.launches[key] = NONE
+            return None
+        weights = None if wanted is None else wanted.flat
+        some, voltages = prepared.launch(y, part.v, added, (part.scale, part.shift), weights, w)
+        if found is None:
+            batch = drives.shape[1:3]
+            found = prepared._replace(
+                inner=(prepared.inner[0], *batch, *prepared.inner[3:]), outer=(prepared.outer[0], *drives.shape[1:])
+            )
+            lies = prepared.launch.last
+            out = empty(some, [some.shape[0], *batch, *some.shape[3:]], lies)
+            last = empty(voltages, [*batch, *voltages.shape[2:]], lies)
+        out[:, at, to], last[at, to] = some, voltages
+    return None if found is None else (found, out, last)
+
+
+def _is_by_channel(x: Tensor, y: Tensor) -> bool:
+    """Whether a scale or shift is for drives ``y``: of their channels, on their device; half ones are widened."""
+    known = x.dtype is WIDE[y.dtype] or x.dtype is y.dtype
+    return known and not x.requires_grad and x.shape == y.shape[2:3] and x.device == y.device
+
+
+def _prepared(unit: Unit, node: Any, inputs: Inputs, wanted: Sums | None, key: tuple[Any, ...]) -> Any:
     """What was prepared for ``key``, now if not before; NONE where nothing can be."""
-    wanted = unit.wanted(groups, key[3])
     try:
         found = unit.launches.get(key)
     except TypeError:  # a pool's options are lists
         return NONE
-    if found is None or (found is not NONE and found.wanted is not wanted):
-        found = _prepare(unit, node, inputs, groups, wanted) or NONE
+    if found is None or (found is not NONE and found.wanted is not wanted and not found.fits(wanted)):
+        found = _prepare(unit, node, inputs, key[0], wanted) or NONE
         if len(unit.launches) >= KEPT:
             unit.launches.clear()
         unit.launches[key] = found
     return found
 
 
-def _value(node: Any, unit: Unit, found: Prepared, inputs: Inputs, out: Tensor) -> Spikes:
+def _value(
+    node: Any, unit: Unit, found: Prepared, wanted: Sums | None, read: tuple[Inputs, Deferred | None], out: Tensor
+) -> Spikes:
     """The value of an output: neurons.UnitModule._emit, for what was prepared."""
-    ran, wanted = Run(node, inputs, found.lengths, False, True), found.wanted
+    ran = Run(node, read[0], found.lengths, False, True, read[1])
     pool = None if found.window is None else unit.pool
     if wanted is None:
         unit.gave = "frames"
@@ -175,24 +271,40 @@ def _value(node: Any, unit: Unit, found: Prepared, inputs: Inputs, out: Tensor) 
 
 
 def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums | None) -> Prepared | None:
-    """A launch for such inputs; None where the kernels of the CPU, or their tiles, are not what runs."""
+    """A launch for such inputs; None where neither CUDA kernels run nor, on the CPU, those of tiles."""
     y, v, residual, scale, shift, _ = inputs
+    assert y is not None
     window = None if unit.pool is None else host.pool_window(unit.pool)
     if not y.numel() or (window is None) is not (unit.pool is None):
         return None
     kernel, _ = kernels.choose(unit.backend, node, unit.pool, y.device, y.dtype, False)
-    if kernel != backends.NUMBA:
+    if kernel == reference.NAME:
         return None
     lengths = list(groups.steps)
     weights, size = (None, 1) if wanted is None else (wanted.flat, wanted.size)
+    if scale is not None and shift is not None:
+        if not (_is_by_channel(scale, y) and _is_by_channel(shift, y)):
+            return None  # the long way has words for a norm of other channels
+        scale, shift = scale.to(WIDE[y.dtype]), shift.to(WIDE[y.dtype])
     call = kernels.Call(y, node, lengths, v, residual, scale, shift, unit.pool, weights, size)
     o = kernels.operands(call, None)
-    if not in_tiles(y, o.pool, o.window) or overlap(o.pool, o.window):
+    launch = _launch(o, kernel)
+    if launch is None:
         return None
-    from sj_tac.kernels.cpu.launches import Launch  # it imports Numba
-
-    launch = Launch(o)
     frames = (groups.total, *y.shape[1:])
     inner = launch.shape if wanted is None else (groups.total, *launch.shape[1:])
     assert (window is None) == (o.pool == NO_POOL)
     return Prepared(launch, wanted, lengths, window, inner, frames)
+
+
+def _launch(o: Operands, kernel: str) -> Launch | None:
+    """A launch of the kernel of this name; None of those on the CPU that are no tiles'."""
+    if kernel in backends.ON_CUDA:
+        from sj_tac.kernels.gpu import launches as on_cuda
+
+        return on_cuda.Launch(o, kernel)
+    if not in_tiles(o.y, o.pool, o.window) or overlap(o.pool, o.window):
+        return None
+    from sj_tac.kernels.cpu import launches as on_cpu  # it imports Numba
+
+    return on_cpu.Launch(o)

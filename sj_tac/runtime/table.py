@@ -95,7 +95,7 @@ def _sum_of_shared(a: Any, b: Any, plain: Any) -> tuple[SharedExpression, Any] |
         return None
     b.expression.noted = True
     added = b.expression if plain is torch.add else over(b.expression, torch.neg)
-    return SharedExpression(left.compact, left.groups, left.affine, added), None
+    return SharedExpression(left.held, left.groups, left.affine, added), None
 
 
 def _add_in_place(a: Shared, b: Any, function: Any, becoming: tuple[SharedExpression, Any]) -> Shared:

@@ -250,7 +250,7 @@ class Shared(Frames):
     @staticmethod
     def of(expression: SharedExpression, means: Groups | None = None, folded: int | None = None) -> Shared:
         """The value of an expression, in its dtype and on its device."""
-        compact, groups = expression.compact, expression.groups
+        compact, groups = expression.held, expression.groups
         steps = sum(groups.frames)
         shape = (steps, *compact.shape[1:]) if folded is None else (steps * compact.shape[1], *compact.shape[2:])
         made = Shared._born(expression, shape, compact, steps, folded)

@@ -22,7 +22,7 @@ from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.matching import Matcher, usual
-from sj_tac.tuning.measure import accuracy, firing, labels_of, milliseconds_afresh, scores
+from sj_tac.tuning.measure import accuracy, check_labels, firing, labels_of, milliseconds_afresh, scores
 from sj_tac.tuning.options import Measurement, MeasurementOptions
 from sj_tac.tuning.progress import Bar
 from sj_tac.verdicts import total_macs
@@ -105,7 +105,7 @@ class Bench(Shown):
 def bench(
     model: nn.Module,
     batches: Any,
-    policies: Mapping[str, tuple[Any, int]],
+    policies: Mapping[str, Any] | Sequence[Any] = ("preserve:2", "preserve:4", "collapse:4"),
     *,
     title: str = "",
     compiled: bool = False,
@@ -117,7 +117,8 @@ def bench(
     Args:
         model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
         batches: frames [T, N, C, H, W] or (frames, labels), kept in memory.
-        policies: by the name of their row, a policy and the k where it does not say one, as ``sj_tac.convert`` takes them.
+        policies: what ``sj_tac.convert`` takes, "preserve:4", a path, a dict or a ``Policy``; in a dict by the name of their
+            row; a pair (policy, k) where the policy does not say k.
         compiled: compare with torch.compile of the source as well (minutes).
         match: batches that every conversion is matched by before it is measured, as a search does it; others than
             ``batches``, or what they say of accuracy is too good.
@@ -126,7 +127,8 @@ def bench(
         backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
 
     Raises:
-        As ``sj_tac.convert``, and BatchError.
+        BatchError: batches that cannot be used, or labels that are none of the output's classes. PolicyError: two rows
+            of one name. Otherwise as ``sj_tac.convert``.
     """
     how = Measurement.read("bench", 9, options)
     check_plain(model)
@@ -135,26 +137,30 @@ def bench(
     nets = host_configurations(model, compiled)
     hosts = set(nets)
     make: dict[str, Callable[[], nn.Module]] = {name: partial(nets.__getitem__, name) for name in nets}
-    for name, (policy, k) in policies.items():
+    rows = _named_rows(policies)
+    for name, (policy, k) in rows:
         if name in nets:
             raise PolicyError(f"bench: two rows are named {name!r}; give each policy a name of its own")
         make[name] = partial(convert_with, model, policy, k, example_input=example, backend=how.backend)
         nets[name] = make[name]()
     if match is not None:
-        _match([nets[name] for name in policies], collect(match, model), how)
+        _match([nets[name] for name, _ in rows], collect(match, model), how)
     before, _ = total_macs(plan(model, example_input=example).verdicts)
     truth = labels_of(held, "accuracy") if held[0].labels is not None else None
     said: dict[str, torch.Tensor] = {}
     rates: dict[str, float] = {}
     with Bar("bench", len(nets) + 1, how.progress) as bar:
         for name, net in nets.items():
-            said[name] = scores(net, held, how.decode, how.seed).argmax(1)
+            given = scores(net, held, how.decode, how.seed)
+            if truth is not None:
+                check_labels(truth, given.shape[1])
+            said[name] = given.argmax(1)
             # Compiled code has no modules to watch; it is the source's.
             rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
             bar.step(name)
         taken = milliseconds_afresh(make, held[0].given, how.rounds, SOURCE)
     best = min(taken[name] for name in hosts)
-    rows = tuple(
+    measured = tuple(
         Row(
             name=name,
             host=name in hosts,
@@ -169,7 +175,26 @@ def bench(
     )
     samples = sum(batch.samples for batch in held)
     shape = tuple(held[0].frames.shape)
-    return Bench(title or type(model).__name__, rows, samples, shape, how.rounds, machine.describe())
+    return Bench(title or type(model).__name__, measured, samples, shape, how.rounds, machine.describe())
+
+
+def _named_rows(policies: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, tuple[Any, int]]]:
+    """Rows with their names, policies and ks."""
+    if isinstance(policies, str):
+        raise PolicyError(f"bench: policies={policies!r} are a list, as [{policies!r}], or a dict by the names of rows")
+    named = policies.items() if isinstance(policies, Mapping) else ((_row_name(policy), policy) for policy in policies)
+    return [(name, given if isinstance(given, tuple) else (given, 2)) for name, given in named]
+
+
+def _row_name(policy: Any) -> str:
+    mode, colon, k = policy.partition(":") if isinstance(policy, str) else ("", "", "")
+    if colon and mode in ("preserve", "collapse"):
+        return f"{mode} k={k}"
+    if isinstance(policy, (str, os.PathLike)):
+        return str(policy)
+    raise PolicyError(
+        f"bench: a row for a {type(policy).__name__} has no name; give a dict, {{'mine': policy}}, or 'preserve:4' and files"
+    )
 
 
 def _match(nets: Sequence[nn.Module], held: Sequence[Batch], how: Measurement) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rich.console import Group
@@ -13,16 +13,21 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import ModelTypeError
+from sj_tac.errors import BatchError, ModelTypeError
 from sj_tac.support.printing import Shown
-from sj_tac.tuning.batches import read
-from sj_tac.tuning.measure import run_batch
+from sj_tac.tuning.batches import Batch, read
+from sj_tac.tuning.measure import Decode, is_scores, run_batch
 from sj_tac.tuning.ordering import Ordering
+from sj_tac.tuning.reordering import Reordered, Reordering
 
 Outcome = Literal["collapse", "preserve", "undecided"]
 # The share of what neighbouring frames have in common that a group may lose when it is averaged.
 LOST = 0.25
 SUGGESTED = (2, 4, 8, 16)
+MEASURED = (
+    "Measured is whether neighbouring frames are alike, which is not whether anything needs their order; with a model and "
+    "labels its accuracy on shuffled and reversed frames is, and decides."
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Diagnosis(Shown):
         suggested_k: frames that may share one convolution, as far as the data says; None where undecided.
         lags: the ratio at every lag 1 .. T-1.
         reasons: the verdict in words.
+        reordered: the model's accuracy on shuffled and reversed frames, where there were a model and labels; where that can
+            tell, it is what decides.
         layers: the same for the input of every convolution, where a model was given. Neurons remember, so spikes deep in a
             net nearly always have an order; it is the input's verdict that counts.
     """
@@ -58,6 +65,7 @@ class Diagnosis(Shown):
     lags: tuple[float, ...]
     reasons: tuple[str, ...]
     layers: dict[str, Diagnosis] = field(default_factory=dict)
+    reordered: Reordered | None = None
 
     def __rich__(self) -> Group | Table:
         table = Table(title=f"Time in {self.samples} samples of T = {self.steps}: {self.verdict}", title_justify="left")
@@ -73,7 +81,7 @@ class Diagnosis(Shown):
                 f"{100 * found.ordered:.0f} %",
                 str(found.suggested_k or "-"),
             )
-        return Group(table, *self.reasons)
+        return Group(table, *self.reasons, MEASURED)
 
 
 def diagnose(
@@ -84,8 +92,12 @@ def diagnose(
     margin: float = 0.05,
     permutations: int = 999,
     seed: int = 0,
+    decode: Decode | None = None,
 ) -> Diagnosis:
     """Whether time is signal (preserve it) or noise (collapse it).
+
+    What is measured is whether neighbouring frames are alike. That is not whether a net needs their order: with a model and
+    labels its accuracy on shuffled and on reversed frames is measured, too, and decides wherever it can tell.
 
     Distances between neighbouring frames are set against those between any two frames of the same sample; a permutation test
     says how often re-ordered frames would do the same. "preserve": p < ``level`` and the effect is at least ``margin``.
@@ -96,10 +108,13 @@ def diagnose(
         model: a SpikingJelly net in step_mode "m"; then the input of every convolution is tested, too. Left as it was.
         level: of the tests, in (0, 1); margin: the effect up to which order is negligible.
         permutations: re-orderings of every sample, at least 19. seed: of the re-orderings.
+        decode: from the model's output to class scores [N, C], where it is not [T, N, C] or [N, C]. Without it nothing is
+            said of the accuracy of models of other outputs.
 
     Raises:
-        BatchError: batches that cannot be used, or that the model does not run on. ValueError: a level, margin or number
-            of permutations out of range. ModelTypeError: ``model`` is none.
+        BatchError: batches that cannot be used, or that the model does not run on; one recording [T, 2, H, W] whose
+            polarities would be taken for samples; labels that are none of the output's classes. ValueError: a level, margin
+            or number of permutations out of range. ModelTypeError: ``model`` is none.
     """
     if not 0 < level < 1 or margin <= 0 or permutations < 19:
         raise ValueError(
@@ -115,13 +130,41 @@ def diagnose(
             layers[name] = Ordering(permutations, level, seed ^ zlib.crc32(name.encode()))
         layers[name].add(frames)
 
+    reordering = Reordering(decode, seed)
     for number, batch in enumerate(read(batches, model)):
         steps = batch.steps
+        if model is None:
+            _refuse_recording(batch)
         whole.add(batch.frames)
         if model is not None:
             with host.looked_at(model), _inputs(model, steps, batch.samples, layer):
-                run_batch(model, batch.on(model), number)
-    return _judged(whole, steps, margin, {name: _judged(found, steps, margin, {}) for name, found in layers.items()})
+                output = run_batch(model, batch.on(model), number)
+            if batch.labels is not None and (decode is not None or is_scores(output, batch)):
+                reordering.add(model, batch.on(model), number)
+    found = _judged(whole, steps, margin, {name: _judged(found, steps, margin, {}) for name, found in layers.items()})
+    return found if not reordering.labels else _decided(found, reordering.result(level, margin))
+
+
+def _decided(found: Diagnosis, by: Reordered) -> Diagnosis:
+    """What accuracy says goes before what frames look like."""
+    reasons = (*found.reasons, by.reason)
+    if by.verdict in ("undecided", found.verdict):
+        return replace(found, reordered=by, reasons=reasons)
+    k = max(k for k in (2, 4, 8) if k <= max(2, found.steps)) if by.verdict == "collapse" else found.suggested_k or 2
+    why = f"Frames alone would say {found.verdict}; k = {k} suggested, which sj_tac.search measures."
+    return replace(found, verdict=by.verdict, suggested_k=k, reordered=by, reasons=(*reasons, why))
+
+
+def _refuse_recording(batch: Batch) -> None:
+    """Raise BatchError where frames look like one recording without a sample dimension."""
+    shape = list(batch.frames.shape)
+    recording = (len(shape) == 4 and shape[1] == 2 and min(shape[2:]) > 7) or (len(shape) == 3 and shape[1] == shape[2] > 7)
+    if recording and batch.labels is None:
+        what = "[T, 2, H, W], whose polarities" if len(shape) == 4 else "[T, H, W], whose rows"
+        raise BatchError(
+            f"frames {shape} look like one recording, {what} would be taken for samples; frames.unsqueeze(1) puts the "
+            "sample dimension in. Where they are samples, give labels with them"
+        )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -15,6 +15,9 @@ from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.diagnosis import Diagnosis
 from sj_tac.tuning.plots import frontier_plot
+
+if TYPE_CHECKING:  # which measures what this shows
+    from sj_tac.tuning.holding import HeldOut
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Evidence(Shown):
         trials: in the order they were tried. chosen: the name of the one whose policy was returned.
         final: milliseconds of the finalists and the source ("source"), measured side by side at the end.
         samples, seconds, machine: of this search. stopped: why it ended early, or "". notes: what to know about the figures.
-        diagnosis: of the batches, where it was asked for.
+        diagnosis: of the batches, where it was asked for. held_out: the choice on samples that had no say in it, if any.
     """
 
     objective: str
@@ -80,6 +83,7 @@ class Evidence(Shown):
     notes: tuple[str, ...]
     machine: dict[str, Any]
     diagnosis: Diagnosis | None = None
+    held_out: HeldOut | None = None
 
     def __getitem__(self, name: str) -> Trial:
         """The trial of that name. Raises KeyError."""

@@ -87,6 +87,15 @@ def decoded(output: Any, batch: Batch, decode: Decode | None, where: str) -> Ten
     )
 
 
+def is_scores(output: Any, batch: Batch) -> bool:
+    """Whether an output can be read as class scores without a ``decode``."""
+    try:
+        decoded(output, batch, None, "")
+    except BatchError:
+        return False
+    return True
+
+
 def firing(net: nn.Module, batches: Sequence[Batch]) -> dict[str, tuple[float, float]]:
     """Spikes per neuron and step of every spiking layer, with its neurons per sample. Chains run unfused meanwhile."""
     totals: dict[str, list[float]] = {}
@@ -181,6 +190,17 @@ def _seconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int, enough:
 def accuracy(predictions: Tensor, labels: Tensor) -> float:
     """Share of samples whose prediction [N] is their label [N]."""
     return (predictions == labels).double().mean().item()
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Raise BatchError where a label [N] is none of the classes that scores [N, classes] tell apart."""
+    wrong = labels[(labels < 0) | (labels >= classes)]
+    if len(wrong):
+        found = sorted(set(wrong.tolist()))
+        raise BatchError(
+            f"labels {found[:5]}{' ...' if len(found) > 5 else ''} are none of the classes 0 .. {classes - 1} that "
+            "the net's output has; drop those samples, or pass decode=, a function from the net's output to scores [N, C]"
+        )
 
 
 def labels_of(batches: Iterable[Batch], why: str) -> Tensor:

@@ -32,6 +32,7 @@ class SearchOptions(MeasurementOptions, total=False):
     log: str | os.PathLike[str] | None
     out: str | os.PathLike[str] | None
     match: bool
+    holdout: float | None
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,4 @@ class Search(Measurement):
     log: str | os.PathLike[str] | None = None
     out: str | os.PathLike[str] | None = None
     match: bool = True
+    holdout: float | None = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Unpack
 
 from torch import nn
 
 from rewrites.pipeline import check_plain
-from sj_tac.errors import PolicyError, SearchError, WriteError
+from sj_tac.errors import PolicyError, SearchError, SearchInterrupted, WriteError
 from sj_tac.kernels import backends
 from sj_tac.policy import Policy
 from sj_tac.support import machine
@@ -19,6 +19,8 @@ from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, as_given, collect
 from sj_tac.tuning.diagnosis import Diagnosis, diagnose
 from sj_tac.tuning.evidence import Evidence, Trial, simplicity
+from sj_tac.tuning.goal import Goal
+from sj_tac.tuning.holding import at_chance, judge, split
 from sj_tac.tuning.log import Log, fingerprint, this_machine
 from sj_tac.tuning.matching import NONE
 from sj_tac.tuning.measure import Metric
@@ -31,28 +33,8 @@ from sj_tac.tuning.trials import ROUNDS, OutOfTime, Score, Trials
 # Times that differ by less are one time: the metric, and then work, which do not depend on the moment, decide.
 SAME = 0.05
 FINALISTS = 6
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What is asked for: the least metric, and, where a speed is wanted instead, that."""
-
-    floor: float
-    speedup: float | None
-    words: str
-
-    def fits(self, trial: Trial) -> bool:
-        return trial.metric >= self.floor - 1e-9 if self.speedup is None else trial.speedup >= self.speedup
-
-    def better(self, new: Trial, old: Trial) -> bool:
-        if not self.fits(new):
-            return False
-        return new.work < old.work if self.speedup is None else new.metric > old.metric
-
-    def rank(self, trial: Trial) -> tuple[Any, ...]:
-        """Ascending, the best first; without measured times."""
-        first = (trial.work, -trial.metric) if self.speedup is None else (-trial.metric, trial.work)
-        return (*first, *simplicity(trial))
+# The share of a time limit that is left for them.
+AT_THE_END = 0.25
 
 
 def search(
@@ -111,10 +93,11 @@ def search(
     check_plain(model)
     held = collect(batches, model)
     space = Space.of(model, how.ks, how.modes, how.layers, held[0].steps, held[0].example())
-    score = Score(metric, held, how.decode, how.seed)
+    chosen_by, rest = split(held, how.holdout)
+    score = Score(metric, chosen_by, how.decode, how.seed)
     source = score.begin(model)
     goal = _goal(score.name, source, max_drop, speedup)
-    header = fingerprint(model, held) | {
+    header = fingerprint(model, chosen_by) | {
         "space": [list(space.layers), list(space.ks), list(space.modes), list(space.kinds)],
         "metric": [score.name, _named(how.decode, "decode")],
         "seed": how.seed,
@@ -122,12 +105,23 @@ def search(
         "speed": [backends.choose(how.backend), how.rounds, ROUNDS, _named(how.cost, "cost")],
         "machine": this_machine(),
     }
-    deadline = math.inf if time_limit is None else begun + time_limit
+    limit = math.inf if time_limit is None else begun + time_limit
+    # Finalists run side by side at the end, which the whole of the limit is for, too.
+    until = limit if how.cost is not None or time_limit is None else limit - AT_THE_END * time_limit
+    interrupted = False
     with Log(how.log, header) as kept, Bar("search", None, how.progress) as bar:
-        trials = Trials(model, held, space, score, how.backend, how.rounds, how.cost, kept, bar, deadline, how.match)
-        stopped = _explore(trials, goal)
-        final = _playoff(trials, goal)
-    chosen, problem = _choose(trials, goal, final, source)
+        trials = Trials(
+            source=model, batches=chosen_by, space=space, score=score, backend=how.backend, rounds=how.rounds, cost=how.cost,
+            log=kept, goal=goal, bar=bar, timed=held[0].given, deadline=until, limit=limit, match=how.match,
+        )  # fmt: skip
+        try:
+            stopped = _explore(trials, goal)
+            final = _playoff(trials, goal)
+        except KeyboardInterrupt:
+            interrupted, final = True, {}
+            stopped = "it was interrupted" + ("" if how.log is None else f"; the same call goes on from {how.log}")
+        chosen, problem = _choose(trials, goal, final, source) if trials.tried else (None, "")
+        held_out = None if interrupted or chosen is None else judge(score, rest, model, trials.matched_net(chosen))
     evidence = Evidence(
         objective=goal.words,
         metric=score.name,
@@ -135,18 +129,29 @@ def search(
         trials=tuple(trials.tried.values()),
         chosen=chosen.name if chosen else "",
         final=final,
-        samples=sum(batch.samples for batch in held),
+        samples=sum(batch.samples for batch in chosen_by),
         seconds=time.monotonic() - begun,
         stopped=stopped,
-        notes=(*_notes(score.name, source, held, max_drop, speedup), *_of_matching(trials, chosen)),
+        notes=(
+            *at_chance(score, source),
+            *_notes(score.name, source, chosen_by, max_drop, speedup),
+            *(held_out.words(score.name, max_drop if speedup is None else None) if held_out else ()),
+            *_of_matching(trials, chosen),
+        ),
         machine=machine.describe(),
+        held_out=held_out,
     )
-    if chosen is None:
+    policy = None if chosen is None else space.policy(read_choices(chosen.choices, space.layers))
+    if policy is not None:
+        policy._evidence = evidence
+    if interrupted:
+        ended = SearchInterrupted(f"the search was interrupted after {len(trials.tried)} candidates; {stopped}")
+        ended.policy, ended.evidence = policy, evidence
+        raise ended
+    if policy is None:
         error = SearchError(problem)
         error.evidence = evidence
         raise error
-    policy = space.policy(read_choices(chosen.choices, space.layers))
-    policy._evidence = evidence
     if how.out is not None:
         try:
             evidence.save(how.out)
@@ -160,7 +165,8 @@ def choose(model: nn.Module, batches: Any, **options: Any) -> Policy:
     """``search`` after ``diagnose``, whose verdict says which mode is searched layer by layer. Raises as ``search``."""
     check_plain(model)
     given = as_given(batches, model)
-    found: Diagnosis = diagnose(given)
+    # With the model, which says which way round frames are, and, with labels, whether it needs their order.
+    found: Diagnosis = diagnose(given, model)
     modes = ("collapse", "preserve") if found.verdict == "collapse" else ("preserve", "collapse")
     policy = search(model, given, **({"modes": modes} | options))
     policy._evidence = replace(policy.evidence, diagnosis=found)

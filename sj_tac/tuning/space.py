@@ -31,6 +31,11 @@ class Choice:
         mode, _, k = text.partition(" ")
         return cls(mode, int(k or 1))
 
+    @property
+    def plain(self) -> Choice:
+        """The same under one name: a collapse by 1 collapses nothing."""
+        return Choice("preserve") if self.mode == "collapse" and self.k == 1 else self
+
 
 KEEP = Choice("keep")
 Choices = Mapping[str, Choice]

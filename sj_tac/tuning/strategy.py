@@ -32,10 +32,15 @@ class Strategy:
 
     def uniform(self) -> bool:
         """The same in every layer. False where no mode is possible in all of them."""
+        possible = False
         for choice in self.space.aggregating:
             found = self.trials(self.space.all(choice))
-            self.mode = self.mode or ("" if found.refused else choice.mode)
-        return bool(self.mode)
+            possible = possible or not found.refused
+            if not self.mode and not found.refused and choice.plain == choice:
+                self.mode = choice.mode
+        if possible and not self.mode:
+            self.mode = self.space.modes[0]
+        return possible
 
     def alone(self) -> None:
         """Every layer alone at every k, the others at the least k: what it costs the metric, never less at a larger k."""
@@ -98,7 +103,8 @@ class Strategy:
     def _up(self, choices: dict[str, Choice], layer: str, up: bool = True) -> Choice | None:
         choice = choices[layer]
         k = None if choice == KEEP else self.space.next_k(choice.k, up)
-        return None if k is None else replace(choice, k=k)
+        # At k = 1 the modes are one and the same.
+        return None if k is None else replace(choice, k=k, mode=self.mode if choice.k == 1 else choice.mode)
 
     def _saving(self, layer: str, old: int, new: int) -> float:
         return self.work.get(layer, 0) * (1 / old - 1 / new)

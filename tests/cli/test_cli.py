@@ -11,6 +11,7 @@ import nets
 import numpy as np
 import pytest
 import torch
+from support import time_by_k
 
 import sj_tac
 from sj_tac.cli import load
@@ -177,7 +178,7 @@ WRONG = [
     (2, "has shape [4, 3]; frames are", ["diagnose", "--data", "flat.npy"]),
     (2, "level=2.0 must be in (0, 1)", ["diagnose", "--data", "good.npy", "--level", "2"]),
     (2, "--policy auto needs --data", ["convert", "nets:DigitNet", "--out", "x.pt", "--policy", "auto"]),
-    (2, "write the k after a colon", ["bench", "nets:DigitNet", "--data", "good.npy", "--policy", "preserve"]),
+    (2, "write the k after a colon", ["plan", "nets:DigitNet", "--policy", "preserve:x"]),
     (2, "Invalid value for '--rounds'", ["bench", "nets:DigitNet", "--data", "good.npy", "--rounds", "0"]),
     (1, "no chain of", ["convert", "bare:Bare", "--out", "x.pt"]),
 ]  # fmt: skip
@@ -300,3 +301,21 @@ def test_match(data, folder, capsys, monkeypatch):
     assert "matched" in str(sj_tac.report(torch.load("again.pt", weights_only=False)).notes)
     assert "--match needs --data" in invoked(monkeypatch, capsys, 2, "convert", DIGITS[0], "--match", "--out", "no.pt")[1]
     assert "method='some'" in invoked(monkeypatch, capsys, 2, "match", *arguments, "--method", "some")[1]
+
+
+def test_reports_as_pages(data, folder, capsys, monkeypatch):
+    time_by_k(monkeypatch)
+    content = torch.load(data / "events.pt")
+    torch.save({"frames": content["frames"][:8, :6], "labels": content["labels"][:6]}, "few.pt")
+    common = (EVENTS[0], "--checkpoint", EXAMPLES / EVENTS[2], "--data", "few.pt")
+    invoked(monkeypatch, capsys, 0, "plan", *common, "--html", "plan.html", "--json")
+    page = Path("plan.html").read_text()
+    assert "features.4" in page
+    assert 'id="layers"' not in page
+    invoked(monkeypatch, capsys, 0, "convert", *common, "--out", "fast.pt", "--html", "convert.html")
+    assert 'id="layers"' in Path("convert.html").read_text()
+    budget = ("--max-drop", "1", "--k", "2", "--mode", "preserve", "--rounds", "1", "--no-match")
+    invoked(monkeypatch, capsys, 0, "search", *common, *budget, "--out", "policy.yaml", "--html", "search.html")
+    page = Path("search.html").read_text()
+    assert 'id="frontier"' in page
+    assert "features.4" in page

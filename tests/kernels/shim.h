@@ -4,6 +4,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -23,7 +24,8 @@ static inline unsigned int __float_as_uint(float x) { unsigned int bits; memcpy(
 static inline float shim_half_to_float(unsigned short bits) { _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
 static inline unsigned short shim_float_to_half(float x) { _Float16 h = (_Float16)x; unsigned short bits; memcpy(&bits, &h, 2); return bits; }
 
-struct shim_fiber { ucontext_t context; std::vector<char> stack; bool done; };
+struct shim_fiber { ucontext_t context; bool done; };
+static const size_t SHIM_STACK = 256 * 1024;
 static std::vector<shim_fiber> shim_fibers;
 static ucontext_t shim_scheduler;
 static unsigned int shim_current;
@@ -72,14 +74,16 @@ static int shim_run(void (*entry)(void**), int blocks, int threads, size_t share
     shim_kernel = entry;
     shim_arguments = arguments;
     shim_fibers.resize(threads);
-    for (auto& fiber : shim_fibers) fiber.stack.resize(256 * 1024);
+    // Not written in advance, and given back: 64 MB a kernel, of which a few pages are used.
+    const std::unique_ptr<char[]> stacks(new char[threads * SHIM_STACK]);
     for (int block = 0; block < blocks; block++) {
         for (auto& x : memory) x = NAN;  // what was not written must not be read
         for (size_t i = held; i < memory.size(); i++) memory[i] = 12345.0f;
         blockIdx = {(unsigned)block, 0, 0};
-        for (auto& fiber : shim_fibers) {
+        for (int i = 0; i < threads; i++) {
+            auto& fiber = shim_fibers[i];
             getcontext(&fiber.context);
-            fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
+            fiber.context.uc_stack = {stacks.get() + i * SHIM_STACK, 0, SHIM_STACK};
             fiber.context.uc_link = nullptr;
             fiber.done = false;
             makecontext(&fiber.context, shim_thread, 0);

@@ -10,12 +10,18 @@ import sys
 import types
 
 import numpy as np
+import pytest
 import shim
 import torch
 
-from sj_tac.kernels import aggregate_op, backends, fire_op
-from sj_tac.kernels.gpu import cupy_launch, nvrtc_launch, program as cuda
+from sj_tac.host import dispatch
+from sj_tac.kernels import aggregate_op, backends, fire_op, norm_map
+from sj_tac.kernels.gpu import cupy_launch, launchers, nvrtc_launch, program as cuda
+from sj_tac.runtime import straight
 
+# Whether there is a device, and where the tests of one keep their tensors.
+REAL = torch.cuda.is_available()
+DEVICE = "cuda" if REAL else "cpu"
 STREAM = 7
 MAX_GRID = 2**31 - 1
 
@@ -93,21 +99,22 @@ def cupy(device, version="14.2.0"):
             self.stack, self.value = stack, value
 
         def __enter__(self):
-            self.stack.append(self.value)
+            self.stack.append(self.value())
 
         def __exit__(self, *_):
-            assert self.stack.pop() == self.value
+            assert self.stack.pop() == self.value()
 
     class Streams:
         @staticmethod
         def from_external(foreign):
             protocol, handle = foreign.__cuda_stream__()
             assert protocol == 0
-            return Context(device.stream, (handle, device.current[-1]))
+            # Kept by whoever made it: the device is the one that is current when it is entered.
+            return Context(device.stream, lambda: (handle, device.current[-1]))
 
     module = types.ModuleType("cupy")
     module.__version__, module.RawModule = version, RawModule
-    module.cuda = types.SimpleNamespace(Device=lambda index: Context(device.current, index), Stream=Streams)
+    module.cuda = types.SimpleNamespace(Device=lambda index: Context(device.current, lambda: index), Stream=Streams)
     return module
 
 
@@ -180,8 +187,8 @@ def bindings(device):
 
 def forget():
     """What the launchers keep of a machine."""
-    for kept in (cupy_launch.problem, cupy_launch._module, cupy_launch._kernel, nvrtc_launch.problem, nvrtc_launch._kernel,
-                 nvrtc_launch._context):  # fmt: skip
+    for kept in (cupy_launch.problem, cupy_launch._module, cupy_launch._kernel, cupy_launch._external, nvrtc_launch.problem,
+                 nvrtc_launch._kernel, nvrtc_launch._context, norm_map._kernel, norm_map._ready):  # fmt: skip
         kept.cache_clear()
     backends._SAID.clear()
 
@@ -193,7 +200,9 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no device")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     monkeypatch.setenv("SJ_TAC_CACHE", str(tmp_path / "kernels"))
     for name in ("cupy", "cuda", "cuda.bindings", "cuda.bindings.nvrtc", "cuda.bindings.driver"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -215,7 +224,7 @@ def stand_in(monkeypatch):
     for operator, kernel in (
         (fire_op.fire, fire_op._on_cuda),
         (fire_op.fire_backward, fire_op._backward_on_cuda),
-        (aggregate_op.aggregate, aggregate_op._on_cuda),
+        (aggregate_op.aggregate, aggregate_op.on_cuda),
         (aggregate_op.aggregate_backward, aggregate_op._backward_on_cuda),
     ):
         monkeypatch.setitem(operator._backend_fns, "cpu", kernel)
@@ -225,3 +234,32 @@ def stand_in(monkeypatch):
         return fastest(backend, torch.device("cuda", 0) if device is not None and device.type == "cpu" else device, dtype)
 
     monkeypatch.setattr(backends, "fastest", on_a_device)
+    monkeypatch.setitem(straight.DTYPES, "cpu", fire_op.ON_CUDA)
+    monkeypatch.setattr(dispatch, "AT_HAND", set())
+
+
+def needs_device(why):
+    """A mark of a test that nothing can stand in for."""
+    return pytest.mark.skipif(not REAL, reason=f"no CUDA device: {why}")
+
+
+def on_the_stub(monkeypatch, tmp_path):
+    """What a fixture yields: the stand-in with both launchers, or None on a machine with a device."""
+    if REAL:
+        yield None
+        return
+    if shim.MISSING:
+        pytest.skip(shim.MISSING)
+    machine(monkeypatch, tmp_path)
+    stand_in(monkeypatch)
+    yield offer(monkeypatch, *launchers.NAMES)
+    forget()
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """A machine with both launchers, where CPU tensors stand for CUDA ones."""
+    machine(monkeypatch, tmp_path)
+    stand_in(monkeypatch)
+    yield offer(monkeypatch, *launchers.NAMES)
+    forget()

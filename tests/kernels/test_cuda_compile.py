@@ -22,13 +22,13 @@ def programs():
     for mode, hard in product(range(6), (0, 1)):
         io, last, windows = mode % 3, mode // 3, hard
         macros = registers.neuron(2, io, bool(last), bool(windows), MODE=mode, HARD=hard, WIDE=hard, AFFINE=mode % 2)
-        macros |= {"RESIDUAL": last, "MEAN": windows * (io % 2), "WHOLE": io == 0}
-        yield cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+        macros |= {"RESIDUAL": last, "MEAN": windows * (io % 2), "WHOLE": io == 0, "GROUP": 2 + io}
+        yield cuda.program("fire_forward", **macros, MASKS=0, REST0=last, BLOCK=256)
         more = {"SEGMENTS": 1 + hard, "SURROGATE": mode, "LINEAR_SUMS": hard, "WEIGHT_SUMS": io % 2}
         yield cuda.program("fire_backward", **macros | registers.backward(macros) | more)
     for mean, last in product((0, 1), (0, 1)):
         macros = registers.neuron(3, 2 * mean, bool(last), False, WIDTH_V=1, GROUP=2 * mean, RESIDUAL=mean)
-        yield cuda.program("fire_forward", **macros, MASKS=1, BLOCK=256)
+        yield cuda.program("fire_forward", **macros, MASKS=1, REST0=0, BLOCK=256)
         macros |= registers.backward(macros)
         more = {"SURROGATE": 6, "POOLED": 1, "BLOCK": 64, "LANES": 1 + last, "REACH": 4, "MEAN": mean, "WIDTH_V": 1}
         yield cuda.program("fire_backward_pooled", **macros | POOL | more)
@@ -64,9 +64,11 @@ def test_main_specialisations_keep_their_state_in_registers():
     """Half of the lanes of a multiprocessor at least, and next to nothing spilled."""
     for k, windows in product((1, 2, 4), (False, True)):
         macros = registers.neuron(k, 0, False, windows)
-        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256), 90)
+        found = registers.compile_for(cuda.program("fire_forward", **macros, MASKS=0, REST0=1, BLOCK=256), 90)
         assert found.registers <= 64
         assert found.spill_bytes == 0
+        inner = registers.loop(found.code)
+        assert inner is None or inner <= 70 * k + 10
         found = registers.compile_for(cuda.program("fire_backward", **macros | registers.backward(macros)), 90)
         assert found.registers <= 130
         assert found.spill_bytes == 0
@@ -77,7 +79,7 @@ def test_main_specialisations_keep_their_state_in_registers():
 def test_programs_are_compiled_as_their_launcher_compiles_them():
     """CuPy adds -ftz=true: other code for a division than what a launcher of ours gets."""
     macros = registers.neuron(2, 0, False, False, MODE=0)
-    program = cuda.program("fire_forward", **macros, MASKS=0, BLOCK=256)
+    program = cuda.program("fire_forward", **macros, MASKS=0, REST0=1, BLOCK=256)
     found = {launcher: registers.compile_for(program, 90, launcher) for launcher in launchers.NAMES}
     assert found["cupy"].ok
     assert found["nvrtc"].ok

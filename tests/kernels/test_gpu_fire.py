@@ -1,4 +1,4 @@
-"""The CUDA kernels on a device against the reference kernel on the same device."""
+"""The CUDA kernels on a device against the reference kernel on the same device; without one, through its stand-in."""
 
 from itertools import product
 
@@ -6,22 +6,21 @@ import pytest
 import torch
 from fire_cases import POOLS, assert_is_the_reference
 from spikingjelly.activation_based import layer
+from stub_cuda import DEVICE, needs_device, on_the_stub
 from support import NEURONS, node
 
 from sj_tac import host
 from sj_tac.functional import aggregate, fire
 from sj_tac.kernels.layout import RUNS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
+device = pytest.fixture(autouse=True)(on_the_stub)
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def drives(groups, shape, dtype, layout):
-    y = (torch.randn(groups * shape[0], *shape[1:], device="cuda") * 1.5).to(dtype)
+    y = (torch.randn(groups * shape[0], *shape[1:], device=DEVICE) * 1.5).to(dtype)
     return y.contiguous(memory_format=layout).unflatten(0, (groups, shape[0]))
 
 
@@ -41,12 +40,12 @@ def test_shapes_layouts_dtypes_and_pools(case):
     number, (layout, dtype, pool, shape) = case
     k, steps, group = ((1, 5, None), (2, 9, 4), (4, 16, 2))[number % 3]
     y = drives(-(-steps // k), shape, dtype, layout)
-    options = {"steps": steps, "v": torch.randn(shape, device="cuda") * 0.2, "pool": POOLS[pool]}
-    options |= {"scale": torch.rand(shape[1], device="cuda") + 0.5, "shift": torch.randn(shape[1], device="cuda") * 0.3}
+    options = {"steps": steps, "v": torch.randn(shape, device=DEVICE) * 0.2, "pool": POOLS[pool]}
+    options |= {"scale": torch.rand(shape[1], device=DEVICE) + 0.5, "shift": torch.randn(shape[1], device=DEVICE) * 0.3}
     if group:
-        options |= {"weights": torch.rand(steps, device="cuda"), "group": group}
+        options |= {"weights": torch.rand(steps, device=DEVICE), "group": group}
     before = RUNS["fire", "cupy"]
-    assert_agrees(y, node("plif", v_threshold=0.4).cuda(), k, options)
+    assert_agrees(y, node("plif", v_threshold=0.4).to(DEVICE), k, options)
     assert RUNS["fire", "cupy"] == before + 2
 
 
@@ -56,7 +55,7 @@ def test_neurons_and_surrogates(kind, v_reset, decay_input, merge):
     torch.manual_seed(0)
     for surrogate, detach in product(host.FUSED_SURROGATES, (False, True)):
         options = {"surrogate_function": surrogate(), "detach_reset": detach, "v_threshold": 0.4}
-        spiking = node(kind, v_reset, decay_input, 1.7, **options).cuda()
+        spiking = node(kind, v_reset, decay_input, 1.7, **options).to(DEVICE)
         y = drives(4, (2, 8, 6, 6), torch.float32, torch.contiguous_format)
         assert_agrees(y, spiking, 3, {"steps": 11, "merge": merge, "pool": layer.MaxPool2d(2)})
 
@@ -66,8 +65,8 @@ def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
     """To the last spike: its Triton kernels round after every operation (enable_fp_fusion=False), as ours do."""
     torch.manual_seed(0)
     for tau in (2.0, 1.7):
-        spiking = node(kind, v_reset, decay_input, tau, v_threshold=0.3).cuda()
-        x = torch.randn(12, 4, 16, 64, 64, device="cuda")
+        spiking = node(kind, v_reset, decay_input, tau, v_threshold=0.3).to(DEVICE)
+        x = torch.randn(12, 4, 16, 64, 64, device=DEVICE)
         with torch.no_grad():
             expected = spiking(x)
             out, _ = fire(x, spiking, backend="cupy")
@@ -79,16 +78,17 @@ def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input):
 def test_many_steps(steps):
     torch.manual_seed(0)
     y = drives(steps, (1, 4, 4, 4), torch.float32, torch.contiguous_format)
-    options = {"weights": torch.rand(steps, device="cuda"), "group": 4, "pool": layer.MaxPool2d(2)}
-    assert_agrees(y, node("plif", v_threshold=0.4).cuda(), 1, options)
+    options = {"weights": torch.rand(steps, device=DEVICE), "group": 4, "pool": layer.MaxPool2d(2)}
+    assert_agrees(y, node("plif", v_threshold=0.4).to(DEVICE), 1, options)
 
 
+@needs_device("its memory")
 @torch.no_grad()
 def test_more_than_two_to_the_31_numbers():
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("needs 24 GB of free device memory")
     shape = (1, 64, 4096, 2100)
-    y = torch.zeros(4, *shape, dtype=torch.bfloat16, device="cuda")
+    y = torch.zeros(4, *shape, dtype=torch.bfloat16, device=DEVICE)
     assert y.numel() > 2**31
     y[-1, -1, -1, -2:, -2:] = 3.0
     y[2, 0, 5, 0, 1] = 3.0
@@ -103,8 +103,8 @@ def test_more_than_two_to_the_31_numbers():
 def test_aggregate(dtype):
     torch.manual_seed(0)
     for shape in ((2, 3, 5, 7), (4, 16, 32, 32)):
-        x = torch.randn(7, *shape, device="cuda").to(dtype).requires_grad_()
-        weights = torch.rand(3, device="cuda", requires_grad=True)
+        x = torch.randn(7, *shape, device=DEVICE).to(dtype).requires_grad_()
+        weights = torch.rand(3, device=DEVICE, requires_grad=True)
         found = []
         for backend in ("reference", "cupy"):
             x.grad = weights.grad = None

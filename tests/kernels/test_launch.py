@@ -169,7 +169,7 @@ def test_a_launch_runs_on_its_own_device(machine, launcher):
     """Device 1 and its stream, whatever is current, and though no argument is a tensor."""
     asked = []
     found = stub_cuda.offer(machine, launcher)
-    machine.setattr(torch.cuda, "current_stream", lambda index: (asked.append(index), stub_cuda.Stream())[1])
+    machine.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: (asked.append(index), stub_cuda.STREAM)[1])
     x, weights, out = torch.ones(2, 32), torch.ones(2), torch.zeros(1, 32)
     arguments = [cuda.np.uint64(t.data_ptr()) for t in (x, weights, out)] + [cuda.np.int32(2), cuda.np.int64(32)]
     _, launch = launchers.named(launcher)

@@ -26,13 +26,7 @@ from sj_tac.kernels.weights import _at_once, decay_weights
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 
 
-@pytest.fixture
-def device(monkeypatch, tmp_path):
-    """A machine with both launchers, where CPU tensors stand for CUDA ones."""
-    stub_cuda.machine(monkeypatch, tmp_path)
-    stub_cuda.stand_in(monkeypatch)
-    yield stub_cuda.offer(monkeypatch, *launchers.NAMES)
-    stub_cuda.forget()
+device = stub_cuda.device
 
 
 class Seen(TorchDispatchMode):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
-from test_straight import awake, compare, each
+from straight_cases import awake, compare, each
 from torch import nn
 from torch.nn.utils import parametrize
 

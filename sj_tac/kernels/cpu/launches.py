@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from sj_tac.kernels.backends import NUMBA
 from sj_tac.kernels.checks import check_fire, emitted_shape
 from sj_tac.kernels.cpu import fire, forward as kernel
 from sj_tac.kernels.cpu.arguments import Inputs, Outputs
@@ -25,7 +26,11 @@ class Launch:
 
     What may be other in a call are the numbers in the tensors of drives, voltages, residual, scale and shift. Their
     shapes, dtypes and memory formats, and which of them are None, may not; voltages and residual may lie in any format.
+    The weights of the sums and a PLIF's w are numbers in the launch.
     """
+
+    kernel = NUMBA
+    reads_weights = False
 
     # fmt: off
     __slots__ = (
@@ -60,9 +65,14 @@ class Launch:
         return (*shape[:-3], shape[-2], shape[-1], shape[-3]) if self.last else shape
 
     def __call__(
-        self, y: Tensor, v0: Tensor | None, residual: Tensor | None, affine: tuple[Tensor | None, Tensor | None]
+        self,
+        y: Tensor,
+        v0: Tensor | None,
+        residual: Tensor | None,
+        affine: tuple[Tensor | None, Tensor | None],
+        *_: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Output and last voltages, as ``fire`` gives them; ``affine``: scale and shift."""
+        """Output and last voltages, as ``fire`` gives them; ``affine``: scale and shift; weights and w are not read."""
         dtype = y.dtype
         out = torch.empty(self.out, dtype=dtype, device="cpu")
         v = torch.empty(self.v, dtype=dtype, device="cpu")

@@ -6,9 +6,10 @@ torch's. CuPy is imported when a CUDA device first asks for its kernels.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from sj_tac.kernels.gpu import program as cuda
@@ -53,22 +54,30 @@ def _kernel(program: cuda.Program, device: int) -> Any:
     return _module(program).get_function(program.kernel)
 
 
-class _CurrentStream:
-    """torch's current stream, in the protocol by which CUDA libraries hand streams to one another."""
+class _Foreign:
+    """A stream of torch's, in the protocol by which CUDA libraries hand streams to one another."""
 
-    def __init__(self, device: int) -> None:
-        self.handle = torch.cuda.current_stream(device).cuda_stream
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
 
 
-def _stream(cupy: Any, device: int) -> Any:
-    current = _CurrentStream(device)
+@lru_cache(maxsize=64)
+def _external(device: int, handle: int) -> Any:
+    """CuPy's object for a stream of torch's: nothing but its handle, so that a later stream may have it too."""
+    import cupy
+
     # CuPy 14 deprecates ExternalStream, which is all that 13 has.
     if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(current)
-    return cupy.cuda.ExternalStream(current.handle, device_id=device)
+        return cupy.cuda.Stream.from_external(_Foreign(handle))
+    return cupy.cuda.ExternalStream(handle, device_id=device)
+
+
+def _stream(device: int) -> Any:
+    """torch's current stream of a device."""
+    return _external(device, cuda.stream(device))
 
 
 def launch(call: cuda.Launch) -> None:
@@ -84,7 +93,28 @@ def launch(call: cuda.Launch) -> None:
     program, index = call.program, call.device.index
     values = tuple(cuda.value(a) for a in call.arguments)
     try:
-        with cupy.cuda.Device(index), _stream(cupy, index):
+        with cupy.cuda.Device(index), _stream(index):
             _kernel(program, index)((call.blocks,), (program.block,), values, shared_mem=call.shared)
     except Exception as error:
         raise cuda.failed(call, f"CuPy {cupy.__version__}", error) from error
+
+
+def prepared(call: cuda.Launch) -> cuda.Ready:
+    """``launch`` but for the addresses; ``call.arguments`` are what comes behind them. Raises BackendError as ``launch``."""
+    import cupy
+
+    index, grid, block, shared = call.device.index, (call.blocks,), (call.program.block,), call.shared
+    rest = tuple(cuda.value(a) for a in call.arguments)
+    try:
+        kernel = _kernel(call.program, index)
+    except Exception as error:
+        raise cuda.failed(call, f"CuPy {cupy.__version__}", error) from error
+
+    def run(*addresses: int) -> None:
+        try:
+            with cupy.cuda.Device(index), _stream(index):
+                kernel(grid, block, (*np.array(addresses, np.uint64), *rest), shared_mem=shared)
+        except Exception as error:
+            raise cuda.failed(call, f"CuPy {cupy.__version__}", error) from error
+
+    return run

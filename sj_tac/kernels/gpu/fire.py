@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class Fire:
         even = self.height % 2 == 0 and self.width % 2 == 0
         self.windows = bool(pool) and self.window == (2, 2, 2, 2, 0, 0) and even
         self.general = bool(pool) and not self.windows
-        self.hard = o.hard
+        self.hard, self.rests_at_zero = o.hard, o.rest == 0 and math.copysign(1.0, o.rest) > 0
         if any(length != self.k for length in lengths[:-1]):
             raise ValueError(f"the CUDA kernels of fire take as many steps on each drive, fewer on the last; got {lengths}")
         self.frame = self.n * self.c * self.height * self.width
@@ -92,7 +93,8 @@ class Fire:
         self._steps(launch, False, bits, v)
         return bits
 
-    def _steps(self, launch: cuda.Launcher, windows: bool, out: Tensor, v: Tensor) -> None:
+    def stepping(self, windows: bool, out: Tensor, v: Tensor) -> tuple[cuda.Program, int]:
+        """The program that takes the steps, into outputs, or bits, and voltages as these; and its blocks."""
         masks, slots = out.dtype == torch.int32, self.frame // (4 if windows else 1)
         half = self.y.element_size() == 2
         limit = (4 if self.last or half else 2) if windows else (8 if half else 4)
@@ -100,23 +102,30 @@ class Fire:
             limit = 4
         frames = (self.y, self.residual, self.v0, v, out)
         width = cuda.widest(limit, self.run_length(windows), slots, *frames, pairs=windows and not self.last)
-        macros = self.neuron_macros(windows, width) | {"MASKS": masks, "BLOCK": 256}
+        macros = self.neuron_macros(windows, width) | {"MASKS": masks, "BLOCK": 256, "REST0": self.rests_at_zero}
         if masks:
             macros["GROUP"] = 0  # bits are the same whatever is summed of them later
-        blocks = -(-slots // (width * 256))
+        return cuda.program("fire_forward", **macros), -(-slots // (width * 256))
+
+    def pooling(self) -> tuple[cuda.Program, int]:
+        """The program that pools bits, and its blocks."""
+        return cuda.program("fire_pool", BLOCK=256, WIDTH_V=1, **self.common, **self.pool_macros()), -(-self.emitted // 256)
+
+    def _steps(self, launch: cuda.Launcher, windows: bool, out: Tensor, v: Tensor) -> None:
+        program, blocks = self.stepping(windows, out, v)
         neuron = (self.scale, self.shift, self.v0, self.linear, self.rate, self.weights)
-        arguments = (self.y, self.residual, *neuron, out, v, self.call)
-        launch(cuda.Launch(cuda.program("fire_forward", **macros), blocks, arguments, 0, self.device))
+        launch(cuda.Launch(program, blocks, (self.y, self.residual, *neuron, out, v, self.call), 0, self.device))
+
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """Room for the output and the last voltages."""
+        return empty(self.y, self.out_shape, self.format), self._voltages()
 
     def forward(self, launch: cuda.Launcher) -> tuple[Tensor, Tensor]:
         """Output and last voltages."""
-        out = empty(self.y, self.out_shape, self.format)
-        v = self._voltages()
+        out, v = self.memory()
         if self.general:
-            bits = self.masks(launch, v)
-            program = cuda.program("fire_pool", BLOCK=256, WIDTH_V=1, **self.common, **self.pool_macros())
-            arguments = (bits, self.weights, out, self.call)
-            launch(cuda.Launch(program, -(-self.emitted // 256), arguments, 0, self.device))
+            bits, (program, blocks) = self.masks(launch, v), self.pooling()
+            launch(cuda.Launch(program, blocks, (bits, self.weights, out, self.call), 0, self.device))
         else:
             self._steps(launch, self.windows, out, v)
         return out, v

@@ -58,3 +58,9 @@ def named(name: str) -> tuple[str, cuda.Launcher]:
         raise BackendError(f"there is no launcher {name!r} for the CUDA kernels, only {list(NAMES)}")
     launch: cuda.Launcher = _module(name).launch
     return name, launch
+
+
+def prepared(name: str, call: cuda.Launch) -> cuda.Ready:
+    """A launch by the launcher of this name, but for the addresses. Raises BackendError where the kernel cannot be had."""
+    ready: cuda.Ready = _module(name).prepared(call)
+    return ready

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+from array import array
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -154,9 +155,40 @@ def launch(call: cuda.Launch) -> None:
         values = [np.asarray(cuda.value(a)) for a in call.arguments]
         # The driver reads every argument where a pointer says, before the call returns.
         pointers = np.array([v.ctypes.data for v in values], np.uint64)
-        stream = torch.cuda.current_stream(index).cuda_stream
+        stream = cuda.stream(index)
         sizes = (call.blocks, 1, 1, call.program.block, 1, 1, call.shared)
         with _current(index):
             _done(driver.cuLaunchKernel(kernel, *sizes, stream, pointers.ctypes.data, 0))
     except Exception as error:
         raise cuda.failed(call, version(), error) from error
+
+
+def prepared(call: cuda.Launch) -> cuda.Ready:
+    """``launch`` but for the addresses; ``call.arguments`` are what comes behind them. Raises BackendError as ``launch``."""
+    index = call.device.index
+    rest = [np.asarray(cuda.value(a)) for a in call.arguments]
+    fixed = [value.ctypes.data for value in rest]
+    try:
+        _, driver = _bindings()
+        kernel, context = _kernel(call.program, index), _context(index)
+    except Exception as error:
+        raise cuda.failed(call, version(), error) from error
+    sizes = (call.blocks, 1, 1, call.program.block, 1, 1, call.shared)
+
+    def run(*addresses: int) -> None:
+        # Memory of this call's own: two threads may be here at once.
+        values = array("Q", addresses)
+        begin = values.buffer_info()[0]
+        pointers = array("Q", [*range(begin, begin + 8 * len(values), 8), *fixed])
+        try:
+            _done(driver.cuCtxPushCurrent(context))
+            try:
+                _done(driver.cuLaunchKernel(kernel, *sizes, cuda.stream(index), pointers.buffer_info()[0], 0))
+            finally:
+                _done(driver.cuCtxPopCurrent())
+        except Exception as error:
+            raise cuda.failed(call, version(), error) from error
+
+    # The pointers lead there, whoever else forgets the numbers.
+    run.__dict__["rest"] = rest
+    return run

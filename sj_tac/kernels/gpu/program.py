@@ -104,6 +104,14 @@ class Launch:
 
 # What runs a launch: cupy_launch.launch, nvrtc_launch.launch, or that of a test.
 Launcher = Callable[[Launch], None]
+# A launch that is made but for addresses, which come first among its kernel's arguments: called with those, 0 for None.
+Ready = Callable[..., None]
+
+
+def stream(device: int) -> int:
+    """The handle of torch's current stream of a device, without an object of Python's around it."""
+    found: int = torch._C._cuda_getCurrentRawStream(device)
+    return found
 
 
 # The smallest program, by which a launcher finds out whether it works.

@@ -2,6 +2,13 @@
 //
 // With MASKS, for pools other than 2x2, the spikes of a neuron leave as bits, 32 steps a word, and pool.cu goes on from there.
 
+// REST0: the resting voltage is 0. Not so in the backward, which gains little by it and spills more.
+#define RESTING(call) (REST0 ? 0.0f : (call).rest)
+
+// Steps of a sum; and whether sums begin and end at the same steps on every drive, which is known without counting then.
+#define EACH (GROUP ? GROUP : 1)
+#define STEADY (K % EACH == 0 && (WHOLE || EACH == 1))
+
 // Whether a neuron of the slot fired, or how many did.
 #if MEAN
 typedef int fired_of_slot;
@@ -23,16 +30,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
         load(v0, place.first, call, v);
     } else {
 #pragma unroll
-        for (int n = 0; n < NEURONS; n++) v[n] = call.rest;
+        for (int n = 0; n < NEURONS; n++) v[n] = RESTING(call);
     }
 #if MASKS
     unsigned int bits[WIDTH_V] = {};
 #else
     float sums[WIDTH_V] = {};
-    int summed = 0;
+    [[maybe_unused]] int summed = 0, row = 0;
     io* out = (io*)output + slot;
 #endif
-    int t = 0;
     for (int g = 0; g < call.groups; g++) {
         load(y + g * (position)call.frame, place.first, call, x);
         affine.apply(x);
@@ -45,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
 #pragma unroll
         for (int j = 0; j < K; j++) {
             if (WHOLE || j < length) {
+                const int t = g * K + j;  // no drive but the last has fewer steps
                 fired_of_slot fired[WIDTH_V] = {};
 #if RESIDUAL
                 float drive[NEURONS];
@@ -56,9 +63,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
 #endif
 #pragma unroll
                 for (int n = 0; n < NEURONS; n++) {
-                    const float h = charged(drive[n], v[n], tau, call.rest, decay, gain);
+                    const float h = charged(drive[n], v[n], tau, RESTING(call), decay, gain);
                     fired[n % WIDTH_V] = MEAN ? fired[n % WIDTH_V] + (h >= call.threshold) : fired[n % WIDTH_V] | (h >= call.threshold);
-                    v[n] = after(h, call.threshold, call.rest);
+                    v[n] = after(h, call.threshold, RESTING(call));
                 }
 #if MASKS
 #pragma unroll
@@ -70,22 +77,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fire_forward(
                     }
                 }
 #else
+#if STEADY
+                const bool begins = j % EACH == 0, ends = (j + 1) % EACH == 0;
+                const int at = g * (K / EACH) + j / EACH;
+#else
+                const bool begins = summed == 0, ends = ++summed == EACH || t == call.steps - 1;
+                const int at = row;
+                if (ends) summed = 0, row++;
+#endif
                 const float w = GROUP ? weights[t] : 1.0f;
 #pragma unroll
                 for (int i = 0; i < WIDTH_V; i++) {
                     const float spikes = MEAN ? (float)fired[i] / CORNERS * w : (fired[i] ? w : 0.0f);
-                    sums[i] = (summed ? sums[i] : 0.0f) + spikes;
+                    sums[i] = begins ? spikes : sums[i] + spikes;
                 }
-                if (++summed == (GROUP ? GROUP : 1) || t == call.steps - 1) {
+                if (ends) {
                     Pack<io, WIDTH_V> pack;
 #pragma unroll
                     for (int i = 0; i < WIDTH_V; i++) put(pack.x[i], sums[i]);
-                    *(Pack<io, WIDTH_V>*)out = pack;
-                    out += call.emitted;
-                    summed = 0;
+                    *(Pack<io, WIDTH_V>*)(out + at * (position)call.emitted) = pack;
                 }
 #endif
-                t++;
             }
         }
     }

@@ -1,0 +1,118 @@
+"""A converted net as it runs, under torch.compile, and as an ONNX graph in onnxruntime.
+
+    python -m benchmarks.compiled
+    python -m benchmarks.compiled --k 1 2 4 --out compiled.json
+
+The DVS net of arXiv 2603.13810 with fewer channels, so that compiling takes a minute. One thread for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+from rich.console import Console
+from rich.table import Table
+from spikingjelly.activation_based import functional
+from torch import Tensor, nn
+
+import sj_tac
+from benchmarks.measure import RESULTS, interleaved, parsed, parser
+from examples.nets import GestureNet
+from sj_tac.support import machine
+
+STEPS, BATCH, CHANNELS, BLOCKS, SIZE = 8, 16, 16, 2, 32
+
+
+def called(net: nn.Module, of: nn.Module, x: Tensor) -> Any:
+    def run() -> Tensor:
+        functional.reset_net(of)
+        out: Tensor = net(x)
+        return out
+
+    return run
+
+
+def in_onnxruntime(path: Path, x: Tensor) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    given = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: torch.from_numpy(session.run(None, given)[0])
+
+
+def rows(ks: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of every way, with the seconds that it takes to get ready and what it differs by."""
+    torch.manual_seed(0)
+    source = GestureNet(channels=CHANNELS, blocks=BLOCKS, size=SIZE).eval()
+    for module in source.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.bias, 0.0, 1.0)  # so that neurons fire
+    x = (torch.rand(STEPS, BATCH, 2, SIZE, SIZE) < 0.3).float()
+    runs, ready = {"SpikingJelly": called(source, source, x)}, {"SpikingJelly": 0.0}
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        for k in ks:
+            fast = sj_tac.convert(source, "preserve", k)
+            runs[f"sj_tac k={k}"], ready[f"sj_tac k={k}"] = called(fast, fast, x), 0.0
+            begin = time.perf_counter()
+            compiled = torch.compile(fast)
+            called(compiled, fast, x)()
+            name = f"sj_tac k={k}, torch.compile"
+            runs[name], ready[name] = called(compiled, fast, x), time.perf_counter() - begin
+            begin = time.perf_counter()
+            written = sj_tac.convert(source, "preserve", k)
+            sj_tac.export_onnx(written, x, Path(folder) / f"{k}.onnx")
+            name = f"sj_tac k={k}, onnxruntime"
+            runs[name], ready[name] = in_onnxruntime(Path(folder) / f"{k}.onnx", x), time.perf_counter() - begin
+        outputs = {name: run() for name, run in runs.items()}
+        seconds = interleaved(runs, rounds, "compiled")
+    milliseconds = {name: 1000 * statistics.median(taken) for name, taken in seconds.items()}
+    return [
+        {
+            "name": name,
+            "ms": round(ms, 3),
+            "to_eager": round(milliseconds[name.split(",")[0]] / ms, 2),
+            "ready_s": round(ready[name], 1),
+            "differs": float((outputs[name] != outputs[name.split(",")[0]]).float().mean()),
+        }
+        for name, ms in milliseconds.items()
+    ]
+
+
+def main() -> None:
+    """Measure, show and save."""
+    made = parser(__doc__ or "")
+    made.add_argument("--k", type=int, nargs="+", default=[1, 4], help="frames per convolution (default 1 4)")
+    options = parsed(made)
+    torch.set_num_threads(1)
+    found = rows(options.k, options.rounds)
+    table = Table(title=f"input {[STEPS, BATCH, 2, SIZE, SIZE]}")
+    for column in ("", "ms", "to eager", "ready after, s", "outputs that differ"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in found:
+        table.add_row(
+            row["name"], f"{row['ms']:.2f}", f"{row['to_eager']:.2f}x", f"{row['ready_s']:.0f}", f"{row['differs']:g}"
+        )
+    Console(width=100).print(table)
+    out = options.out or RESULTS / f"compiled-cpu-{date.today().isoformat()}.json"
+    content = {
+        "machine": machine.describe() | {"onnxruntime": version("onnxruntime")},
+        "rounds": options.rounds,
+        "net": f"GestureNet, {BLOCKS} blocks of {CHANNELS} channels",
+        "input": [STEPS, BATCH, 2, SIZE, SIZE],
+        "rows": found,
+    }
+    out.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"Written: {out}")
+
+
+if __name__ == "__main__":
+    main()

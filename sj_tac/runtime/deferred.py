@@ -1,0 +1,182 @@
+"""A convolution that is noted and run later, by the neuron behind it, a part of its samples and channels at a time.
+
+What a large convolution puts out is the largest tensor of a net, written once and read once. By default glibc gives its
+memory back to the system, which hands it out anew, page by page, in every call; that can take longer than the convolution.
+In parts it need not exist. A process that keeps its memory (``sj_tac.keep_memory``) gains nothing by it, and runs it whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sj_tac.host import dispatch
+from sj_tac.kernels.layout import is_channels_last
+from sj_tac.runtime.expressions import Expression, Made
+from sj_tac.runtime.values import Frames, Shared
+from sj_tac.support import memory
+
+# Bytes of an output above which glibc always gives it back; bytes that a part should have, which are kept for the next.
+LARGE, PART = 32 << 20, 8 << 20
+LARGEST_KEPT = LARGE - (1 << 16)
+# Channels of a part, at least: fewer make a convolution slower. Of few input channels it hardly matters.
+FEWEST, FEWEST_OF_FEW, FEW = 64, 32, 4
+# A copy of the weights, or of an input that is somebody else's, may cost this share of the output.
+SHARE = 8
+
+# What a Conv2d's forward calls, as long as nobody has patched or overridden it.
+_OWN = nn.Conv2d._conv_forward, F.conv2d
+_WIDTHS = {torch.float32: 4, torch.float64: 8}
+
+
+class Options(NamedTuple):
+    """What ``torch.conv2d`` takes behind the bias."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+
+class Deferred:
+    """The output [G, N, C, H, W] of a convolution on frames and weights as they were when it was called.
+
+    Nobody can change either: the weights are a copy; the frames are a copy, a tensor that nobody else has, or an expression
+    that makes them again. There are no gradients.
+
+    Attributes:
+        shape, dtype, device: of the output. made: the output, once somebody has asked for the whole of it.
+    """
+
+    __slots__ = ("_bias", "_frames", "_options", "_weight", "device", "dtype", "made", "shape")
+
+    def __init__(
+        self, frames: Tensor | Expression, weight: Tensor, bias: Tensor | None, options: Options, shape: Any
+    ) -> None:
+        self._frames, self._weight, self._bias, self._options = frames, weight, bias, options
+        self.shape, self.dtype, self.device = torch.Size(shape), weight.dtype, weight.device
+        self.made: Tensor | None = None
+
+    def make(self) -> Tensor:
+        """The whole output."""
+        if self.made is None:
+            self.made = next(self.parts(self.shape[1], self.shape[2]))[1]
+        return self.made
+
+    def size_of_part(self) -> tuple[int, int]:
+        """Samples and channels of a part: as many as ``PART`` bytes hold, and divisors of all, so that parts are alike."""
+        groups, samples, channels, *map_ = self.shape
+        of_one = groups * math.prod(map_) * _WIDTHS[self.dtype]
+        wide = max((n for n in range(1, samples + 1) if samples % n == 0 and n * channels * of_one <= PART), default=1)
+        if wide * channels * of_one <= PART or self._options.groups != 1:
+            return wide, channels
+        fewest = FEWEST_OF_FEW if self._weight.shape[1] <= FEW else FEWEST
+        cuts = [n for n in range(min(fewest, channels), channels + 1) if channels % n == 0]
+        return wide, max((n for n in cuts if n * of_one <= PART), default=cuts[0])
+
+    def parts(self, samples: int, channels: int) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """Where each part lies in N and C, and the part [G, samples, channels, H, W] itself."""
+        with torch.inference_mode(False), torch.no_grad():
+            frames = self._frames.make() if isinstance(self._frames, Expression) else self._frames
+            last = is_channels_last(frames)
+            for first in range(0, self.shape[1], samples):
+                at = slice(first, first + samples)
+                some = frames.flatten(0, 1) if samples == self.shape[1] else _folded(frames[:, at], last)
+                for begin in range(0, self.shape[2], channels):
+                    to = slice(begin, begin + channels)
+                    bias = None if self._bias is None else self._bias[to]
+                    y = torch.conv2d(some, self._weight[to], bias, *self._options)
+                    yield (at, to), y.view(self.shape[0], -1, *y.shape[1:])
+
+
+def _folded(frames: Tensor, last: bool) -> Tensor:
+    """Some samples of frames as [G * n, C, H, W], in the memory format that all have."""
+    return frames.movedim(2, -1).flatten(0, 1).movedim(-1, 1) if last else frames.flatten(0, 1)
+
+
+def defer(conv: Any, x: Any, frames: Tensor, owned: bool) -> Deferred | None:
+    """The convolution of compact frames [G, N, C, H, W], to be run later; None where it must be run now, or gains nothing.
+
+    Args:
+        conv: a Conv2d that runs the forward of its library's class, on parameters of its own.
+        x: what it was called with, of which ``frames`` were made.
+        owned: nobody else has the tensor ``frames``.
+    """
+    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+    options, shape = _options_of(conv), None
+    if options is not None and _is_plain(conv, frames, weight, bias):
+        shape = _shape(frames, weight, options)
+    if (
+        options is None
+        or shape is None
+        or math.prod(shape) * _WIDTHS[weight.dtype] < LARGE
+        or memory.mode() != memory.DEFAULT
+    ):
+        return None
+    most = math.prod(shape) // SHARE
+    _let_parts_stay()
+    kept: Tensor | Expression | None = frames if owned else _kept(x, frames, most)
+    if kept is None or weight.numel() > most:
+        return None
+    return Deferred(kept, weight.detach().clone(), None if bias is None else bias.detach().clone(), options, shape)
+
+
+@cache
+def _let_parts_stay() -> None:
+    """Free a block just below glibc's limit, once: it then keeps blocks of that size, and twice as much in all."""
+    torch.empty(LARGEST_KEPT, dtype=torch.uint8, device="cpu")
+
+
+def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """True where the convolution is torch's own on ordinary tensors, and nobody differentiates or watches it."""
+    kind = type(conv)
+    return (
+        not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not dispatch.profiling()
+        and type(frames) is Tensor
+        and type(weight) in dispatch.PLAIN
+        and (bias is None or type(bias) in dispatch.PLAIN)
+        and all(t.device.type == "cpu" and t.layout is torch.strided for t in (frames, weight))
+        and frames.dtype is weight.dtype
+        and (bias is None or bias.dtype is weight.dtype)
+        and weight.dtype in _WIDTHS
+        and (kind._conv_forward, F.conv2d) == _OWN
+        and "_conv_forward" not in conv.__dict__
+    )
+
+
+def _options_of(conv: Any) -> Options | None:
+    """The options of a convolution that pads with zeros; None where it has others."""
+    own = conv.__dict__
+    found = Options(own["stride"], own["padding"], own["dilation"], own["groups"])
+    pairs = all(type(pair) is tuple and len(pair) == 2 for pair in found[:3])
+    return found if pairs and own.get("padding_mode") == "zeros" else None
+
+
+def _shape(frames: Tensor, weight: Tensor, options: Options) -> Sequence[int] | None:
+    """The shape of the output; None where torch would raise, and says why itself."""
+    if weight.dim() != 4 or frames.shape[2] != weight.shape[1] * options.groups or weight.shape[0] % options.groups:
+        return None
+    map_ = []
+    for size, kernel, stride, padding, dilation in zip(frames.shape[3:], weight.shape[2:], *options[:3], strict=True):
+        map_.append((size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 if stride > 0 else 0)
+    return (*frames.shape[:2], weight.shape[0], *map_) if min(map_) > 0 else None
+
+
+def _kept(x: Any, frames: Tensor, most: int) -> Tensor | Expression | None:
+    """Frames that stay what they are whatever anybody writes; None where that costs too much."""
+    if frames.numel() <= most:
+        return frames.clone()
+    expression = x.expression if isinstance(x, Frames) and not isinstance(x, Shared) else None
+    if not isinstance(expression, Made) or expression.frames is not frames or not expression.made or x._viewed is not None:
+        return None
+    # Who writes into them writes into a copy, or past torch's functions, which the expression notices.
+    expression.noted = True
+    return expression

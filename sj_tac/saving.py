@@ -1,0 +1,358 @@
+"""A converted net as one file without code: its state_dict, its policy, and what was calibrated."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from rewrites import swap
+from rewrites.corrections import Correction
+from rewrites.pipeline import RECORD, Record, check_plain, convert_with, deep_copy, policy_of, record_of
+from sj_tac import host
+from sj_tac.errors import CheckpointError, ConversionError, refuse_unknown
+from sj_tac.policy import Policy, nearest
+from sj_tac.runtime.drives import Drive
+from sj_tac.runtime.layers import Norm
+from sj_tac.runtime.swaps import is_swapped, users_class
+from sj_tac.support import archive
+from sj_tac.support.manifest import FORMAT, Corrected, Manifest, parse
+from sj_tac.support.tensors import aliases, apart, restride, strides, tie
+
+# What a class fixes and no state_dict holds, of the layers of torch, of SpikingJelly, and of TAC and TACTP.
+_LIBRARIES = ("torch.nn.", "spikingjelly.", "sj_tac.")
+_CONSTANTS = (
+    "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "output_size",
+    "eps", "v_threshold", "v_reset", "tau", "decay_input", "emits_groups", "stretch",
+)  # fmt: skip
+
+
+class LoadOptions(TypedDict, total=False):
+    """What ``load`` takes by keyword beside how to convert."""
+
+    device: torch.device | str | None
+    cast: bool
+    inplace: bool
+
+
+def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a converted net as one file of plain tensors and text; no code is pickled.
+
+    The file has the net's state_dict, key by key (aggregation weights that are learned among them), its policy as it now is,
+    and what was calibrated: the corrections of ``match`` and ``recalibrate`` with what was there before, and frozen
+    BatchNorms. It has no voltages, no optimizer and no evidence of a search: as with any state_dict, reset the net. Tied
+    tensors are written once, memory formats are kept. The same net gives the same bytes.
+
+    Args:
+        net: a converted net, or one that was written by hand with ``TAC`` and ``TACTP``.
+        path: "net.safetensors", which safetensors reads, or "net.pt" ("net.pth"), which ``torch.load(weights_only=True)``
+            reads, with the state_dict under "state_dict".
+
+    Raises:
+        CheckpointError: another suffix, or what no plain tensor can hold; ConversionError: not a converted net. WriteError:
+            the system could not write it. A file that stood at ``path`` is then as it was.
+    """
+    record = _record(net, "save")
+    held = net.state_dict(keep_vars=True)
+    tensors: dict[str, Tensor] = {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    _refuse_lazy(tensors)
+    tied = aliases(tensors)
+    more = {}
+    corrected = {} if record is None else record.corrected
+    for name, correction in corrected.items():
+        for key in correction.before:
+            more[f"before:{name}:{key}"], more[f"after:{name}:{key}"] = correction.before[key], correction.after[key]
+    norms = _norms(net)
+    manifest = Manifest(
+        format=FORMAT,
+        model=type(net).__name__,
+        versions={name: version(name) for name in ("sj_tac", "torch", "spikingjelly")},
+        policy=None if record is None else policy_of(net).to_dict(),
+        fused=record is None or record.plan.fused,
+        layers=_layers(net, record),
+        constants=_constants(net),
+        tied=tied,
+        strides={key: by for key, value in tensors.items() if (by := strides(value))},
+        extra={key: _as_text(value, key) for key, value in held.items() if key not in tensors},
+        local={key: _as_text(value, f"metadata of {key}") for key, value in getattr(held, "_metadata", {}).items()},
+        frozen=[name for name, role in norms.items() if role.frozen],
+        moved=[name for name, role in norms.items() if role.moved],
+        corrected={n: Corrected(by=c.by, moved=c.moved, names=list(c.before)) for n, c in corrected.items()},
+        matched="" if record is None else record.matched,
+        notes=[] if record is None else list(record.notes),
+    )
+    text = json.dumps(manifest.model_dump(), sort_keys=True)
+    archive.write(path, archive.Content({k: t for k, t in tensors.items() if k not in tied}, more, text))
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    example_input: Any = None,
+    backend: str = "auto",
+    **options: Unpack[LoadOptions],
+) -> nn.Module:
+    """Convert a model as the net in the file was, and give it that net's state, strictly.
+
+    Args:
+        path: what ``sj_tac.save`` wrote.
+        model: a fresh model of the net's class, built as that was, in step_mode "m"; left untouched. Of a net written by
+            hand: the same by hand.
+        example_input, backend: as in ``sj_tac.convert``; a net that needed ``example_input`` there needs it here.
+        device (in ``options``, as what follows): where the net goes; default: where the model is.
+        cast: give the values the model's dtypes where these are others; default False: that is an error.
+        inplace: change ``model`` itself; needed where it cannot be deep-copied. It is as it was where an error is raised.
+
+    Returns:
+        The net, in the model's training mode, at rest.
+
+    Raises:
+        CheckpointError: a file that is cut off, damaged, not of ``sj_tac.save``, or of a newer version; or a model of other
+            keys, shapes, dtypes, shared tensors or constants (v_threshold, stride ...). ModelTypeError, TraceError,
+            PolicyError, ConversionError, BackendError: as ``sj_tac.convert``, of a model that cannot be converted so.
+    """
+    refuse_unknown("load", options, LoadOptions.__annotations__)
+    content = archive.read(path)
+    manifest = parse(path, content.text)
+    target = _prepared(path, manifest, model, example_input, backend, options.get("inplace", False))
+    with _as_it_was(target, target is model and manifest.policy is not None):
+        state = _state(path, manifest, content, target, options.get("cast", False))
+        layers = _layers(target, target.__dict__.get(RECORD))
+        differ = sorted(manifest.layers.keys() ^ layers.keys())
+        if differ:
+            raise CheckpointError(
+                f"{path} does not fit the model: layer {differ[0]!r} is converted, or runs behind a collapse, in one of "
+                "them alone; pass the example_input that the net was converted with, or none as then"
+            )
+        _compare(path, "the net's layer", manifest.layers, layers)
+        _compare(path, "the net's", manifest.constants, _constants(target))
+        corrected = _corrected(path, manifest, content, target)
+    try:
+        target.load_state_dict(state)
+    except RuntimeError as error:  # of a load_state_dict of the user's own
+        raise CheckpointError(f"{path} does not fit the model: {' '.join(str(error).split())[:600]}") from error
+    held = target.state_dict(keep_vars=True)
+    for key, tensor in held.items():
+        if isinstance(tensor, Tensor):
+            restride(tensor, manifest.strides.get(key))
+    for key, (first, same) in manifest.tied.items():
+        tie(target, key, held[first], same)
+    _calibrate(target, manifest, corrected)
+    device = options.get("device")
+    return target if device is None else target.to(device)
+
+
+def _record(net: Any, action: str) -> Record | None:
+    """What a converted net carries; None of one that was written by hand. Raises ConversionError, ModelTypeError."""
+    inner = (
+        isinstance(net, nn.Module) and RECORD not in net.__dict__ and not any(RECORD in m.__dict__ for m in net.modules())
+    )
+    if inner and any(isinstance(m.__dict__.get("_tac"), Drive) for m in net.modules()):
+        return None
+    return record_of(net, action)
+
+
+def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
+    for key, tensor in tensors.items():
+        if nn.parameter.is_lazy(tensor):
+            raise CheckpointError(f"save: {key!r} has no shape yet; run the net once")
+
+
+def _drives(net: nn.Module, record: Record | None) -> dict[str, Any]:
+    """What converted layers have become, by name; of those that the policy keeps, nothing."""
+    modules = dict(net.named_modules())
+    if record is None:
+        return {name: m._tac for name, m in modules.items() if isinstance(m.__dict__.get("_tac"), Drive)}
+    plan = record.plan
+    late = [name for name in plan.layout.drives if name in modules and parametrize.is_parametrized(modules[name])]
+    if late:
+        raise CheckpointError(
+            f"save: layer {late[0]!r} was parametrized after it was converted, which a fresh model cannot be made to be; "
+            "torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    wanted = {name: place.site for name, place in plan.layout.drives.items() if plan.settings[name].mode != "keep"}
+    found = {name: modules[site].__dict__.get("_tac") if site in modules else None for name, site in wanted.items()}
+    lost = [name for name, drive in found.items() if not isinstance(drive, Drive)]
+    if lost:
+        raise CheckpointError(
+            f"save: layer {lost[0]!r} was converted, and another module stands there now; a fresh model could not be made "
+            "the same. sj_tac.restore the net, and convert it as it is now"
+        )
+    return found
+
+
+def _layers(net: nn.Module, record: Record | None) -> dict[str, dict[str, Any]]:
+    """What converted layers do, and at which rate others run behind a collapse."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, d in _drives(net, record).items():
+        found[name] = {key: getattr(d, key) for key in ("mode", "k", "weights", "normalize", "spikes")} | d.span._asdict()
+    for name, span in () if record is None else record.plan.layout.stretched.items():
+        found[name] = {"mode": "stretched"} | span._asdict()
+    return found
+
+
+def _constants(net: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a class fixed of each layer of a library: a stride, a threshold."""
+    found = {}
+    for name, module in net.named_modules():
+        kind = host.known_class(users_class(module) if is_swapped(module) else type(module))
+        if not f"{kind.__module__}.".startswith(_LIBRARIES):
+            continue
+        held = {key: _constant(getattr(module, key)) for key in _CONSTANTS if hasattr(module, key)}
+        plain = {key: value for key, value in held.items() if value is not Ellipsis}
+        if isinstance(module, host.neuron.BaseNode):
+            plain["neuron"] = kind.__name__
+        if plain:
+            found[name] = plain
+    return found
+
+
+def _constant(value: Any) -> Any:
+    """A constant as JSON has it; Ellipsis of what is none."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(v, (bool, int, float, str, type(None))) for v in value):
+        return list(value)
+    return Ellipsis
+
+
+def _as_text(value: Any, key: str) -> Any:
+    """A value that JSON gives back as it was. Raises CheckpointError."""
+    try:
+        if json.loads(json.dumps(value)) == value:
+            return value
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise CheckpointError(
+        f"save: {key!r} of the state_dict is a {type(value).__name__} that text cannot hold; a tensor, or dicts of names, "
+        "lists, numbers and text can be written (pickled objects are not)"
+    )
+
+
+def _norms(net: nn.Module) -> dict[str, Norm]:
+    roles = ((name, module.__dict__.get("_tac")) for name, module in net.named_modules())
+    return {name: role for name, role in roles if isinstance(role, Norm)}
+
+
+def _prepared(path: Any, manifest: Manifest, model: Any, example_input: Any, backend: str, inplace: bool) -> nn.Module:
+    """The model, converted by the file's policy; of a net that was written by hand, as it is."""
+    if manifest.policy is not None:
+        check_plain(model)
+        policy = Policy.from_dict(manifest.policy, f"the policy in {path}")
+        return convert_with(
+            model, policy, example_input=example_input, backend=backend, fuse=manifest.fused, inplace=inplace
+        )
+    if _record(model, "load") is not None:
+        raise ConversionError(f"load: {path} holds a net that was written by hand, and the model is a converted one")
+    target: nn.Module = model
+    if inplace:
+        return target
+    target = deep_copy(model)
+    host.reset(target)
+    return target
+
+
+@contextmanager
+def _as_it_was(target: nn.Module, converted: bool) -> Iterator[None]:
+    """Undo a conversion in place where the file does not fit."""
+    try:
+        yield
+    except BaseException:
+        if converted:
+            swap.undo(target, record_of(target, "load").handles)
+            delattr(target, RECORD)
+        raise
+
+
+def _compare(path: Any, what: str, saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]) -> None:
+    for name in saved.keys() & here.keys():
+        for key, value in saved[name].items():
+            if key in here[name] and here[name][key] != value:
+                raise CheckpointError(
+                    f"{path} does not fit the model: {what} {name!r} has {key}={value!r}, and this model {key}="
+                    f"{here[name][key]!r}; build the model as the net was built"
+                )
+
+
+def _state(path: Any, manifest: Manifest, content: archive.Content, target: nn.Module, cast: bool) -> Any:
+    """The state_dict to load, after a look whether all of it fits."""
+    held = target.state_dict(keep_vars=True)
+    found: dict[str, Any] = {**content.state, **manifest.extra}
+    for key, (first, _) in manifest.tied.items():
+        if first not in content.state:
+            raise CheckpointError(f"{path}: {key!r} is to be {first!r}, which it does not have; it is damaged")
+        found[key] = content.state[first]
+    missing, unknown = [key for key in held if key not in found], [key for key in found if key not in held]
+    if missing or unknown:
+        names = [f"it has no {missing[:5]}"] if missing else []
+        names += [f"the model has no {unknown[:5]} ({nearest(unknown[0], held)})"] if unknown else []
+        raise CheckpointError(f"{path} ({manifest.model}) does not fit this {type(target).__name__}: {'; '.join(names)}")
+    for key, value in held.items():
+        _check_tensor(path, key, found[key], value, cast)
+    shared = apart(aliases({k: v for k, v in held.items() if isinstance(v, Tensor)}), manifest.tied)
+    if shared:
+        raise CheckpointError(f"{path} does not fit the model: it shares one tensor for {shared}, which the net had apart")
+    state = type(held)((key, found[key]) for key in held)
+    state._metadata = {key: dict(value) for key, value in manifest.local.items()}  # type: ignore[attr-defined]
+    return state
+
+
+def _check_tensor(path: Any, key: str, value: Any, wanted: Any, cast: bool) -> None:
+    if not isinstance(value, Tensor) or not isinstance(wanted, Tensor):
+        if isinstance(value, Tensor) is not isinstance(wanted, Tensor):
+            raise CheckpointError(f"{path} does not fit the model: {key!r} is a tensor in one of them alone")
+        return
+    if wanted.is_meta:
+        raise CheckpointError(f"load: {key!r} of the model is on the meta device; model.to_empty(device='cpu') first")
+    if any(size > 1 and step == 0 for size, step in zip(wanted.shape, wanted.stride(), strict=True)):
+        raise CheckpointError(
+            f"load: {key!r} of the model is expanded, which torch does not write to; register its .clone()"
+        )
+    if value.shape != wanted.shape:
+        raise CheckpointError(
+            f"{path} does not fit the model: {key!r} is {list(value.shape)} there, and {list(wanted.shape)} in the model"
+        )
+    if value.dtype != wanted.dtype and not cast:
+        raise CheckpointError(
+            f"{path} does not fit the model: {key!r} is {value.dtype} there, and {wanted.dtype} in the model; give the "
+            f"model that dtype first (model.to({value.dtype})), or cast=True, which rounds where it must"
+        )
+
+
+def _corrected(path: Any, manifest: Manifest, content: archive.Content, target: nn.Module) -> dict[str, Correction]:
+    modules, found = dict(target.named_modules()), {}
+    for name, said in manifest.corrected.items():
+        tensors: dict[Literal["before", "after"], dict[str, Tensor]] = {"before": {}, "after": {}}
+        for when, values in tensors.items():
+            for key in said.names:
+                value = content.more.get(f"{when}:{name}:{key}")
+                own = getattr(modules.get(name), key, None)
+                if value is None or not isinstance(own, Tensor) or value.shape != own.shape:
+                    raise CheckpointError(
+                        f"{path}: what {key!r} of {name!r} was {when} it was corrected does not fit; damaged"
+                    )
+                values[key] = value
+        found[name] = Correction(said.by, tensors["before"], tensors["after"], said.moved)
+    lost = [name for name in (*manifest.frozen, *manifest.moved) if name not in _norms(target)]
+    if lost:
+        raise CheckpointError(f"{path} does not fit the model: {lost[0]!r} is no BatchNorm of a converted layer")
+    return found
+
+
+def _calibrate(target: nn.Module, manifest: Manifest, corrected: dict[str, Correction]) -> None:
+    for name, role in _norms(target).items():
+        role.frozen, role.moved = name in manifest.frozen, name in manifest.moved
+        if role.frozen:
+            target.get_submodule(name).train(target.training)
+    record = target.__dict__.get(RECORD)
+    if record is not None:
+        record.corrected.update(corrected)
+        record.matched, record.notes = manifest.matched, tuple(manifest.notes)

@@ -1,0 +1,108 @@
+"""What is released: a wheel and an sdist that work where nothing of the checkout is, and files that others read."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CALL = """
+import pathlib, sys
+import sj_tac, rewrites, torch
+from spikingjelly.activation_based import functional, layer, neuron
+net = torch.nn.Sequential(layer.Conv2d(2, 4, 3), layer.BatchNorm2d(4), neuron.LIFNode()).eval()
+functional.set_step_mode(net, "m")
+fast = sj_tac.convert(net, k=2)
+sj_tac.report(fast).to_html(sys.argv[1])
+print(fast(torch.rand(4, 1, 2, 6, 6)).shape[0], pathlib.Path(sj_tac.__file__).parent, pathlib.Path(rewrites.__file__).parent)
+"""
+
+
+def run(*command, cwd, **more):
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=clean, capture_output=True, text=True, check=False, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Wheel and sdist, built outside the checkout, where setuptools finds nothing of an earlier build."""
+    pytest.importorskip("build", reason='pip install "sj_tac[test]"')
+    folder = tmp_path_factory.mktemp("release")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, source)
+    for name in ("sj_tac", "rewrites"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", ".", cwd=source)
+    (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_wheel_and_sdist_have_all_that_runs(built):
+    wheel, sdist = built
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    with tarfile.open(sdist) as file:
+        packed = {name.split("/", 1)[1] for name in file.getnames() if "/" in name}
+    wanted = {
+        str(path.relative_to(ROOT))
+        for folder in ("sj_tac", "rewrites")
+        for path in ROOT.joinpath(folder).rglob("*")
+        if path.suffix in (".py", ".cu", ".cuh", ".j2", ".typed")
+    }
+    assert wanted <= inside
+    assert wanted <= packed
+    assert not [name for name in inside if name.split("/")[0] not in ("sj_tac", "rewrites")]
+
+
+def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
+    """Everything but sj_tac is that of this environment."""
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    place = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=tmp_path).strip()
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, built[0], cwd=tmp_path)
+    Path(place, "others.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
+    steps, ours, passes = run(python, "-W", "ignore", "-c", CALL, tmp_path / "page.html", cwd=tmp_path).split()
+    assert steps == "4"
+    assert Path(ours) == Path(place, "sj_tac")
+    assert Path(passes) == Path(place, "rewrites")
+    assert "<table" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_another_package_of_the_name_rewrites_is_a_clear_error(as_folder, tmp_path):
+    (tmp_path / "rewrites").mkdir() if as_folder else None
+    foreign = tmp_path / "rewrites" / "__init__.py" if as_folder else tmp_path / "rewrites.py"
+    foreign.write_text("raise SystemExit('ran')\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from sj_tac import convert"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "ImportError: sj_tac needs its own package 'rewrites'" in done.stderr
+    assert str(tmp_path / "rewrites") in done.stderr
+    assert "ran" not in done.stderr.splitlines()[-1].split()
+
+
+def test_files_that_others_read():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "bash .ci/run" in workflow
+    assert yaml.safe_load(workflow)["jobs"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    first = (ROOT / ".ci" / "run").read_text()
+    # What runs before a commit is what CI looks at first.
+    assert [h["entry"].split()[0] for h in hooks] == ["ruff", "ruff", "mypy"]
+    assert all(line in first.splitlines() for line in ("ruff check .", "ruff format --check .", "mypy"))
+    assert "weights_only" in (ROOT / "SECURITY.md").read_text()

@@ -1,0 +1,373 @@
+"""save and load: the same net again, bit by bit, from a file without code, whatever its tensors are like."""
+
+import copy
+
+import pytest
+import torch
+from matched import X, narrow
+from safetensors.torch import load_file
+from spikingjelly.activation_based import functional, layer
+from support import conv, csnn, frames, node, norm, same_state
+from torch import nn
+
+import sj_tac
+from sj_tac import Policy
+from sj_tac.errors import CheckpointError, PolicyError
+
+FRAMES = frames(8, 3, 2, 8, 8)
+SUFFIXES = ("safetensors", "pt")
+
+
+@torch.no_grad()
+def out(net, x=FRAMES):
+    functional.reset_net(net)
+    y = net(x)
+    functional.reset_net(net)
+    return y
+
+
+def fresh():
+    """The class again, with weights of its own."""
+    net = csnn()
+    torch.manual_seed(99)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    return net
+
+
+def state_of(path):
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)["state_dict"]
+
+
+POLICIES = {
+    "preserve": {"default": {"k": 4}},
+    "collapse": {"default": {"mode": "collapse", "k": 4}},
+    "binary": {"default": {"mode": "collapse", "k": 2, "spikes": "binary"}},
+    "groups": {"default": {"mode": "collapse", "k": 2, "emit": "groups"}},
+    "learned": {"default": {"k": 4, "weights": "learned"}},
+    "mixed": {"default": {"k": 4, "weights": "mixed"}},
+    "as printed": {"default": {"k": 4, "normalize": False}},
+    "linear": {"layers": ["conv", "linear"], "default": {"k": 2}},
+    "rules": {
+        "default": {"mode": "keep"},
+        "rules": [{"match": "0", "mode": "preserve", "k": 8}, {"match": "8", "mode": "collapse"}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_net_again(tmp_path, name, suffix):
+    source = csnn()
+    fast = sj_tac.convert(source, POLICIES[name])
+    with torch.no_grad():
+        for key, parameter in fast.named_parameters():
+            if "tac_logits" in key:
+                parameter.add_(torch.linspace(0, 1, len(parameter)))
+    path = tmp_path / f"net.{suffix}"
+    sj_tac.save(fast, path)
+    model = fresh()
+    before = copy.deepcopy(model.state_dict())
+    again = sj_tac.load(path, model)
+    assert torch.equal(out(again), out(fast))
+    assert FRAMES.sum() > 0
+    assert out(fast).sum() > 0
+    assert same_state(again, fast)
+    assert sj_tac.policy_of(again) == sj_tac.policy_of(fast) == sj_tac.report(again).policy
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert type(model[0]) is layer.Conv2d
+    # Twice the same bytes, from the loaded net, too.
+    written = path.read_bytes()
+    sj_tac.save(again, path)
+    assert path.read_bytes() == written
+    # What others read is the source's own state_dict, but for learned weights.
+    state = {key: value for key, value in state_of(path).items() if "tac_logits" not in key}
+    assert all(torch.equal(state[key], value) for key, value in source.state_dict().items())
+    model.load_state_dict(state)
+
+
+def test_as_it_now_is_after_set_k_and_unfused(tmp_path):
+    fast = sj_tac.convert(csnn(), "preserve", 4, fuse=False)
+    sj_tac.set_k(fast, 8, "4")
+    sj_tac.save(fast, tmp_path / "net.safetensors")
+    again = sj_tac.load(tmp_path / "net.safetensors", fresh())
+    assert [(v.layer, v.k, v.reads) for v in sj_tac.report(again).converted] == [
+        ("0", 4, "plain"), ("4", 8, "plain"), ("8", 4, "plain")
+    ]  # fmt: skip
+    assert torch.equal(out(again), out(fast))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_match_wrote_can_be_taken_back_from_the_file(tmp_path, suffix):
+    source = narrow()
+    fast = sj_tac.convert(source, "preserve", 4)
+    sj_tac.match(fast, X, method="moments", progress=False)
+    assert not same_state(fast, source)
+    sj_tac.save(fast, tmp_path / f"net.{suffix}")
+    model = narrow()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    again = sj_tac.load(tmp_path / f"net.{suffix}", model)
+    assert torch.equal(out(again, X), out(fast, X))
+    assert "matched by 'moments'" in str(sj_tac.report(again).notes)
+    assert sj_tac.report(again).notes == sj_tac.report(fast).notes
+    assert same_state(sj_tac.restore(again), source)
+    sj_tac.match(again, undo=True)
+    assert same_state(again, source)
+
+
+def test_recalibrated_and_frozen_norms_stay_so(tmp_path):
+    fast = sj_tac.convert(csnn(), "preserve", 4)
+    source = copy.deepcopy(fast.state_dict())
+    sj_tac.recalibrate(fast, FRAMES)
+    sj_tac.freeze_bn(fast)
+    sj_tac.save(fast, tmp_path / "net.pt")
+    again = sj_tac.load(tmp_path / "net.pt", fresh())
+    with pytest.warns(sj_tac.errors.BatchNormMovedWarning):
+        sj_tac.set_k(sj_tac.load(tmp_path / "net.pt", fresh()), 2)
+    assert again.train()[1].training is False
+    assert sj_tac.recalibrate(again, undo=True) == ["1", "5"]
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in source.items())
+
+
+class Tied(nn.Module):
+    """Two convolutions of the same shape; ``tied``: with one weight."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(conv(2, 2, bias=False), norm(2), node("lif"), conv(2, 2, bias=False), norm(2), node("lif"))
+        self.register_buffer("scale", torch.rand(4, 4))
+        self.register_buffer("same", self.scale)
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("also_empty", torch.empty(0, 3))
+        if tied:
+            self.body[3].weight = self.body[0].weight
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_tied_tensors_are_tied_again(tmp_path, suffix):
+    path = tmp_path / f"net.{suffix}"
+    fast = sj_tac.convert(Tied(tied=True))
+    assert fast.body[0].weight is fast.body[3].weight
+    sj_tac.save(fast, path)
+    assert "body.3.weight" not in state_of(path)
+    for model in (Tied(), Tied(tied=True)):
+        again = sj_tac.load(path, model)
+        assert again.body[0].weight is again.body[3].weight
+        assert again.same is again.scale
+        assert again.empty is not again.also_empty
+        assert [n for n, _ in again.named_parameters()] == [n for n, _ in fast.named_parameters()]
+        assert torch.equal(out(again), out(fast))
+    assert model.body[0].weight is not again.body[0].weight
+
+
+def test_parameters_of_their_own_in_one_memory_stay_two(tmp_path):
+    fast = sj_tac.convert(Tied())
+    fast.body[3].weight.data = fast.body[0].weight.data
+    sj_tac.save(fast, tmp_path / "net.safetensors")
+    again = sj_tac.load(tmp_path / "net.safetensors", Tied())
+    assert again.body[0].weight is not again.body[3].weight
+    assert again.body[0].weight.data_ptr() == again.body[3].weight.data_ptr()
+    assert len(list(again.parameters())) == len(list(fast.parameters()))
+
+
+def test_a_model_that_ties_what_the_net_had_apart_is_refused(tmp_path):
+    sj_tac.save(sj_tac.convert(Tied()), tmp_path / "net.safetensors")
+    with pytest.raises(CheckpointError, match=r"shares one tensor for \['body.0.weight', 'body.3.weight'\]"):
+        sj_tac.load(tmp_path / "net.safetensors", Tied(tied=True))
+
+
+class Twice(nn.Module):
+    """One module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = csnn()
+        self.alias = self.body
+
+    def forward(self, x):
+        return self.alias(x)
+
+
+def test_a_module_of_two_names(tmp_path):
+    fast = sj_tac.convert(Twice(), k=4)
+    sj_tac.save(fast, tmp_path / "net.pt")
+    # The first bytes say what a file is, not its name.
+    (tmp_path / "net.pt").rename(tmp_path / "net.safetensors")
+    again = sj_tac.load(tmp_path / "net.safetensors", Twice())
+    assert again.alias is again.body
+    assert torch.equal(out(again), out(fast))
+
+
+def test_slices_of_one_memory_are_written_apart(tmp_path):
+    """As optimizers and cuDNN lay parameters out: slices of one flat tensor."""
+    net = Tied()
+    flat = torch.rand(72)
+    net.body[0].weight.data, net.body[3].weight.data = flat[:36].view(2, 2, 3, 3), flat[36:].view(2, 2, 3, 3)
+    fast = sj_tac.convert(net)
+    sj_tac.save(fast, tmp_path / "net.pt")
+    assert (tmp_path / "net.pt").stat().st_size < 40_000
+    assert torch.equal(out(sj_tac.load(tmp_path / "net.pt", Tied())), out(fast))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_memory_formats_are_kept(tmp_path, suffix):
+    last = sj_tac.convert(csnn().to(memory_format=torch.channels_last))
+    usual = sj_tac.convert(csnn())
+    assert last[0].weight.stride() != usual[0].weight.stride()
+    for i, fast in enumerate((last, usual)):
+        path = tmp_path / f"{i}.{suffix}"
+        sj_tac.save(fast, path)
+        for model in (fresh(), fresh().to(memory_format=torch.channels_last)):
+            again = sj_tac.load(path, model)
+            assert {k: v.stride() for k, v in again.state_dict().items()} == {
+                k: v.stride() for k, v in fast.state_dict().items()
+            }
+            assert torch.equal(out(again), out(fast))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_are_those_of_the_file_or_an_error(tmp_path, dtype, suffix):
+    fast = sj_tac.convert(csnn()).to(dtype)
+    path = tmp_path / f"net.{suffix}"
+    sj_tac.save(fast, path)
+    again = sj_tac.load(path, fresh().to(dtype))
+    assert again[0].weight.dtype is dtype
+    assert torch.equal(out(again, FRAMES.to(dtype)), out(fast, FRAMES.to(dtype)))
+    with pytest.raises(CheckpointError, match=rf"'0.weight' is {dtype} there, and torch.float32 in the model"):
+        sj_tac.load(path, fresh())
+    assert torch.equal(sj_tac.load(path, fresh(), cast=True)[0].weight, fast[0].weight.float())
+
+
+class WithExtras(nn.Sequential):
+    extra = {"epoch": 3, "names": ["a", None], "rate": 0.5}
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_extra_state(tmp_path, suffix):
+    fast = sj_tac.convert(WithExtras(*csnn()))
+    path = tmp_path / f"net.{suffix}"
+    for extra in ({"epoch": 3, "names": ["a", None]}, torch.rand(2, 3), None):
+        fast.extra = extra
+        sj_tac.save(fast, path)
+        model = WithExtras(*fresh())
+        model.extra = torch.zeros(2, 3) if isinstance(extra, torch.Tensor) else {"epoch": 0}
+        found = sj_tac.load(path, model).extra
+        assert torch.equal(found, extra) if isinstance(extra, torch.Tensor) else found == extra
+    before = path.read_bytes()
+    for extra in ((1, 2), {1: 2}, {"a": object()}, {"a": torch.zeros(1)}, b"code"):
+        fast.extra = extra
+        with pytest.raises(CheckpointError, match="'_extra_state' of the state_dict is a"):
+            sj_tac.save(fast, path)
+    assert path.read_bytes() == before
+
+
+class ByHand(nn.Module):
+    def __init__(self, k=4, stride=1):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = sj_tac.TACTP(conv(2, 4), norm(4), node("lif", v_threshold=0.3), k=k)
+        self.second = sj_tac.TAC(conv(4, 4, stride=stride), norm(4), node("lif", v_threshold=0.3), k=2, weights="learned")
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_nets_by_hand(tmp_path, suffix):
+    net, path = ByHand(), tmp_path / f"net.{suffix}"
+    with torch.no_grad():
+        net.second.conv.tac_logits.copy_(torch.tensor([1.0, -1.0]))
+        net.first.conv.weight.mul_(1.5)
+    sj_tac.save(net.eval(), path)
+    model = ByHand().eval()
+    again = sj_tac.load(path, model)
+    assert torch.equal(out(again), out(net))
+    assert out(net).sum() > 0
+    assert not torch.equal(model.first.conv.weight, again.first.conv.weight)
+    with pytest.raises(CheckpointError, match=r"layer 'first.conv' has k=4, and this model k=2"):
+        sj_tac.load(path, ByHand(k=2))
+    with pytest.raises(CheckpointError, match=r"'second.conv' has stride=\[1, 1\], and this model stride=\[2, 2\]"):
+        sj_tac.load(path, ByHand(stride=2))
+    with pytest.raises(sj_tac.errors.ConversionError, match="not a converted model"):
+        sj_tac.load(path, csnn())
+
+
+class Folded(nn.Module):
+    """torch's own convolution on folded frames, which only a sample shows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.conv, self.node = nn.Conv2d(2, 3, 3), node("lif", v_threshold=0.2)
+
+    def forward(self, x):
+        return self.node(self.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+
+def test_a_net_that_needs_a_sample_needs_it_again(tmp_path):
+    fast = sj_tac.convert(Folded().eval(), k=4, example_input=FRAMES)
+    sj_tac.save(fast, tmp_path / "net.safetensors")
+    with pytest.raises(PolicyError, match=r"FOLD_UNSEEN.*example_input"):
+        sj_tac.load(tmp_path / "net.safetensors", Folded().eval())
+    again = sj_tac.load(tmp_path / "net.safetensors", Folded().eval(), example_input=FRAMES, device="cpu")
+    assert torch.equal(out(again), out(fast))
+
+
+def test_policy_of_is_what_is_converted_layer_by_layer(tmp_path):
+    fast = sj_tac.convert(csnn(), {"default": {"mode": "collapse", "k": 2}, "rules": [{"match": "[8]", "k": 3}]})
+    assert sj_tac.report(fast)["8"].status == "refused"  # 3 steps are no whole number of frames of 2
+    policy = sj_tac.policy_of(sj_tac.convert(csnn(), sj_tac.policy_of(fast)))
+    assert [(r.match, r.mode, r.k) for r in policy.rules] == [
+        ("0", "collapse", 2), ("4", "collapse", 2), ("re:8", "collapse", 3)
+    ]  # fmt: skip
+    # It is refused again, which ends the collapse; kept, it would be stretched.
+    assert torch.equal(out(sj_tac.convert(csnn(), policy)), out(fast))
+    policy.save(tmp_path / "p.yaml")
+    assert Policy.load(tmp_path / "p.yaml") == policy
+    assert isinstance(sj_tac.plan(csnn()).policy, Policy)
+
+
+def test_layers_of_odd_names(tmp_path):
+    """Names that a policy would read as patterns."""
+    net = nn.Sequential()
+    for name, module in zip(("re:a", "b", "c", "p", "d[0]", "e", "f*"), csnn()[:7], strict=True):
+        net.add_module(name, module)
+    odd = sj_tac.convert(nn.Sequential(net, csnn()[7]), {"default": {"k": 3}, "rules": [{"match": "*d*", "k": 2}]})
+    assert {name: s.k for name, (s, _) in sj_tac.policy_of(odd).resolve(["0.re:a", "0.d[0]", "0.d0"]).items()} == {
+        "0.re:a": 3, "0.d[0]": 2, "0.d0": 2
+    }  # fmt: skip
+    sj_tac.save(odd, tmp_path / "odd.pt")
+    assert same_state(sj_tac.load(tmp_path / "odd.pt", sj_tac.restore(odd)), odd)
+
+
+class Repeated(nn.Sequential):
+    """An image, repeated T times: what is alike for all frames runs once, under keep, too."""
+
+    def forward(self, x):
+        return super().forward(x.unsqueeze(0).repeat(6, 1, 1, 1, 1))
+
+
+def test_whether_what_is_alike_runs_once_is_kept(tmp_path):
+    x = torch.rand(3, 2, 8, 8)
+    for exact in (True, False):
+        policy = {"default": {"k": 2, "exact": exact}, "rules": [{"match": "0", "mode": "keep"}]}
+        fast = sj_tac.convert(Repeated(*csnn()), policy, example_input=x)
+        sj_tac.save(fast, tmp_path / "net.pt")
+        again = sj_tac.load(tmp_path / "net.pt", Repeated(*fresh()), example_input=x)
+        assert torch.equal(out(again, x), out(fast, x))
+        assert [(v.layer, v.status, v.exact) for v in sj_tac.report(again).verdicts] == [
+            (v.layer, v.status, v.exact) for v in sj_tac.report(fast).verdicts
+        ]
+        assert sj_tac.report(again)["0"].exact is exact
