@@ -96,8 +96,11 @@ def _check_rewrites() -> None:
         found = find_spec("rewrites")
     except ValueError:  # a module without a spec, put into sys.modules by hand
         found = None
+    if found is not None and found.origin is None:
+        # A folder of that name hides the package's entry and not its modules, where the installation is an editable one.
+        found = find_spec("rewrites.chains") or found
     places = [] if found is None else list(found.submodule_search_locations or [str(found.origin)])
-    if not any(Path(place).resolve() == own for place in places):
+    if not any(Path(place).resolve() in (own, own / "chains.py") for place in places):
         where = f"Python finds {places[0]}" if places else "there is none"
         raise ImportError(
             f"sj_tac needs its own package 'rewrites' ({own}), and {where} in its place: a file or folder of that name on "

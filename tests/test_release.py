@@ -94,6 +94,38 @@ def test_another_package_of_the_name_rewrites_is_a_clear_error(as_folder, tmp_pa
     assert "ran" not in done.stderr.splitlines()[-1].split()
 
 
+def from_a_folder_beside(tmp_path, code):
+    """What a program says whose search path has a folder ``rewrites`` without an ``__init__.py`` before everything else."""
+    (tmp_path / "rewrites").mkdir(exist_ok=True)
+    command = [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=tmp_path.parent, env=env, capture_output=True, text=True, check=False)
+
+
+def test_a_mere_folder_of_the_name_rewrites_is_in_nobodys_way(tmp_path):
+    done = from_a_folder_beside(tmp_path, "from sj_tac import convert; print(convert.__module__)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "sj_tac.conversion"
+
+
+def test_a_folder_of_the_name_rewrites_with_modules_of_the_same_names_is_a_clear_error(tmp_path):
+    (tmp_path / "rewrites").mkdir()
+    (tmp_path / "rewrites" / "chains.py").write_text("raise SystemExit('ran')\n")
+    # No finder of an editable installation, which would find the modules of sj_tac's own package by their names; and
+    # sj_tac's package given by its file, so that its folder is not searched for a package of the name, either.
+    code = f"""
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("sj_tac", {str(ROOT / "sj_tac" / "__init__.py")!r})
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f)]
+sys.modules["sj_tac"] = module = module_from_spec(spec)
+spec.loader.exec_module(module)
+module.convert"""
+    done = from_a_folder_beside(tmp_path, code)
+    assert done.returncode == 1
+    assert "ImportError: sj_tac needs its own package 'rewrites'" in done.stderr
+    assert str(tmp_path / "rewrites") in done.stderr
+
+
 def test_files_that_others_read():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
