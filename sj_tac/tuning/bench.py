@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +24,7 @@ from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.matching import Matcher, usual
-from sj_tac.tuning.measure import accuracy, check_labels, firing, labels_of, milliseconds_afresh, scores
+from sj_tac.tuning.measure import accuracy, check_labels, firing, labels_of, medians, scores, seconds_afresh
 from sj_tac.tuning.options import Measurement, MeasurementOptions
 from sj_tac.tuning.progress import Bar
 from sj_tac.verdicts import total_macs
@@ -45,8 +47,8 @@ def host_configurations(net: nn.Module, compiled: bool = False) -> dict[str, nn.
 @dataclass(frozen=True)
 class Row:
     """One net. ``accuracy``: None without labels; ``agreement``: share of the source's predictions that it shares;
-    ``firing``: spikes per neuron and step; ``macs``: of the convolutions, per sample; ``ms``: of the first batch, a median;
-    ``speedup``: over the fastest of SpikingJelly's rows."""
+    ``macs``: of the convolutions, per sample. Of the first batch alone: ``firing``, spikes per neuron and step; ``ms``, a
+    median; ``speedup``, over the fastest of SpikingJelly's rows."""
 
     name: str
     host: bool
@@ -110,6 +112,7 @@ def bench(
     title: str = "",
     compiled: bool = False,
     match: Any = None,
+    time_limit: float | None = None,
     **options: Unpack[MeasurementOptions],
 ) -> Bench:
     """Measure the model and its conversions on the same batches; the first batch is timed.
@@ -122,6 +125,8 @@ def bench(
         compiled: compare with torch.compile of the source as well (minutes).
         match: batches that every conversion is matched by before it is measured, as a search does it; others than
             ``batches``, or what they say of accuracy is too good.
+        time_limit: seconds after which no further round is timed; what every net answers, and one round, are measured in
+            any case.
         rounds (in ``options``, as what follows): timed rounds, all nets in turns, default 9.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C].
         backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
@@ -130,7 +135,10 @@ def bench(
         BatchError: batches that cannot be used, or labels that are none of the output's classes. PolicyError: two rows
             of one name. Otherwise as ``sj_tac.convert``.
     """
+    begun = time.monotonic()
     how = Measurement.read("bench", 9, options)
+    if time_limit is not None and not time_limit > 0:
+        raise PolicyError(f"bench: time_limit={time_limit} must be positive, in seconds")
     check_plain(model)
     held = collect(batches, model)
     example = held[0].example()
@@ -156,9 +164,12 @@ def bench(
                 check_labels(truth, given.shape[1])
             said[name] = given.argmax(1)
             # Compiled code has no modules to watch; it is the source's.
-            rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
+            rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held[:1])
             bar.step(name)
-        taken = milliseconds_afresh(make, held[0].given, how.rounds, SOURCE)
+        seconds = seconds_afresh(
+            make, held[0].given, how.rounds, SOURCE, math.inf if time_limit is None else begun + time_limit
+        )
+    taken = medians(seconds)
     best = min(taken[name] for name in hosts)
     measured = tuple(
         Row(
@@ -175,7 +186,9 @@ def bench(
     )
     samples = sum(batch.samples for batch in held)
     shape = tuple(held[0].frames.shape)
-    return Bench(title or type(model).__name__, measured, samples, shape, how.rounds, machine.describe())
+    return Bench(
+        title or type(model).__name__, measured, samples, shape, min(map(len, seconds.values())), machine.describe()
+    )
 
 
 def _named_rows(policies: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, tuple[Any, int]]]:

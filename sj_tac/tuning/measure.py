@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,15 +121,22 @@ def firing(net: nn.Module, batches: Sequence[Batch]) -> dict[str, tuple[float, f
 
 
 def in_turns(
-    runs: Mapping[str, Callable[[], object]], rounds: int, tick: Callable[[], None] = lambda: None, *, again: bool = False
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    tick: Callable[[], None] = lambda: None,
+    *,
+    again: bool = False,
+    until: float = math.inf,
 ) -> dict[str, list[float]]:
     """Seconds of every run in every round. Whatever else the machine does at a moment, it does to every run.
 
-    ``again``: each runs once before it is timed.
+    ``again``: each runs once before it is timed. Behind ``until``, a time of ``time.monotonic``, no round begins.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     cuda = torch.cuda.is_available()
     for _ in range(rounds):
+        if time.monotonic() >= until:
+            break
         for name, call in runs.items():
             if again:
                 call()
@@ -149,39 +157,55 @@ def milliseconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int) -> 
     In its turn every net runs twice, and the second run counts: in use a net follows itself, not another that just filled
     the caches. Short runs get more rounds, up to five times as many, until half a second has been measured.
     """
-    return _medians(_seconds(nets, frames, rounds, 0.5, ""))
+    return medians(_seconds(nets, frames, rounds, 0.5, ""))
 
 
 def milliseconds_afresh(
     make: Mapping[str, Callable[[], nn.Module]], frames: Tensor, rounds: int, slow: str
 ) -> dict[str, float]:
-    """``milliseconds`` of nets made ``INSTANCES`` times: where weights and buffers come to lie changes a small net's time.
+    """The medians of ``seconds_afresh``."""
+    return medians(seconds_afresh(make, frames, rounds, slow))
 
-    The net named ``slow`` has ``rounds`` rounds; short runs of the others get more, until some seconds have been measured.
+
+def seconds_afresh(
+    make: Mapping[str, Callable[[], nn.Module]], frames: Tensor, rounds: int, slow: str, until: float = math.inf
+) -> dict[str, list[float]]:
+    """What the medians of ``milliseconds`` are taken of, from nets made ``INSTANCES`` times.
+
+    Where weights and buffers come to lie changes a small net's time. The net named ``slow`` has ``rounds`` rounds; short
+    runs of the others get more, until some seconds have been measured. Behind ``until``, a time of ``time.monotonic``, no
+    round begins but the first.
     """
     seconds: dict[str, list[float]] = {name: [] for name in make}
     instances = min(INSTANCES, rounds)
-    for _ in range(instances):
+    for i in range(instances):
+        if i and time.monotonic() >= until:
+            break
         nets = {name: build() for name, build in make.items()}
-        for name, taken in _seconds(nets, frames, -(-rounds // instances), 1.0, slow).items():
+        for name, taken in _seconds(nets, frames, -(-rounds // instances), 1.0, slow, until).items():
             seconds[name] += taken
-    return _medians(seconds)
+    return seconds
 
 
-def _medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Milliseconds of every net."""
     return {name: 1e3 * statistics.median(taken) for name, taken in seconds.items()}
 
 
-def _seconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int, enough: float, slow: str) -> dict[str, list[float]]:
+def _seconds(
+    nets: Mapping[str, nn.Module], frames: Tensor, rounds: int, enough: float, slow: str, until: float = math.inf
+) -> dict[str, list[float]]:
     with ExitStack() as stack:
         for net in nets.values():
             stack.enter_context(host.looked_at(net))
         calls = {name: (lambda net=net: run(net, frames)) for name, net in nets.items()}
-        in_turns(calls, 1, again=True)
-        taken = in_turns(calls, rounds, again=True)
+        first = in_turns(calls, 1, again=True)
+        taken = in_turns(calls, rounds, again=True, until=until)
+        if not all(taken.values()):  # the time was over: what was to warm up is all there is
+            return first
         fast = {name: call for name, call in calls.items() if name != slow}
-        total = sum(sum(taken[name]) for name in fast) / rounds
-        more = in_turns(fast, max(0, min(4 * rounds, int(enough / total) - rounds)), again=True) if fast else {}
+        total = sum(statistics.fmean(taken[name]) for name in fast)
+        more = in_turns(fast, max(0, min(4 * rounds, int(enough / total) - rounds)), again=True, until=until) if fast else {}
         for name, seconds in more.items():
             taken[name] += seconds
     return taken
