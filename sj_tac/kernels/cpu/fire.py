@@ -30,6 +30,7 @@ from sj_tac.kernels.cpu.arguments import (
     Sheets,
     Slopes,
     Windows,
+    of_mode,
 )
 from sj_tac.kernels.cpu.threads import flat, share, vector
 from sj_tac.kernels.layout import empty, is_channels_last
@@ -46,7 +47,8 @@ BLOCK, BACKWARD_BLOCK, KEPT = 64, 32, 2**21
 def _neuron(mode: int, tau: float, rest: float, threshold: float, hard: bool, dtype: torch.dtype) -> Neuron:
     kind: Any = np.float64 if dtype == torch.float64 else np.float32
     low, high = (rest, rest) if hard else (-math.inf, math.inf)
-    return Neuron(int(mode), *(kind(v) for v in (tau, rest, threshold, low, high, 1.0, 0.0)))
+    numbers = [kind(v) for v in (tau, rest, threshold, low, high, 1.0, 0.0)]
+    return of_mode(Neuron, mode, numbers)
 
 
 def _neuron_of(o: Operands) -> Neuron:
@@ -61,7 +63,8 @@ def _slopes(o: Operands) -> Slopes:
     resets = (0.0, o.rest, -1.0) if o.hard else (1.0, -o.threshold, 0.0)
     keep, rest_gain, h_gain = (resets[0], 0.0, 0.0) if o.detach else resets
     numbers = surrogate.numbers(o.alpha, kind)
-    return Slopes(*neuron, kind(keep), kind(rest_gain), kind(h_gain), o.surrogate, *numbers)
+    all_numbers = [*neuron[: len(Neuron._fields)], kind(keep), kind(rest_gain), kind(h_gain), o.surrogate, *numbers]
+    return of_mode(Slopes, o.mode, all_numbers)
 
 
 def _linear(o: Operands) -> np.ndarray:

@@ -9,48 +9,23 @@ import numpy as np
 from numba import njit
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.steps import (
-    AS_IF,
-    AS_LIF,
-    AS_LIF_DECAY,
-    AS_MERGED,
-    AS_PLIF,
-    AS_PLIF_DECAY,
-    IF,
-    LIF,
-    LIF_DECAY,
-    PLIF,
-    PLIF_DECAY,
-    after,
-    charged,
-)
+from sj_tac.kernels.cpu.steps import after, charged
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL
 
 
 @njit(error_model="numpy")
-def _charge(x, v, h, mode, neuron, decay, gain):
-    tau, rest = neuron.tau, neuron.rest
-    for i in range(v.size):
-        h[i] = charged(x[i], v[i], mode, tau, rest, decay, gain)
+def _copy(a, b):
+    """``b[:] = a``, which would compile the error for two sizes, too, for seconds."""
+    for i in range(a.size):
+        b[i] = a[i]
 
 
 @njit(cache=True, error_model="numpy")
 def charge(x, v, h, neuron, decay, gain):
     """Charged voltages of a plane."""
-    mode = neuron.mode
-    if mode == LIF_DECAY:
-        _charge(x, v, h, AS_LIF_DECAY, neuron, decay, gain)
-    elif mode == LIF:
-        _charge(x, v, h, AS_LIF, neuron, decay, gain)
-    elif mode == PLIF_DECAY:
-        _charge(x, v, h, AS_PLIF_DECAY, neuron, decay, gain)
-    elif mode == PLIF:
-        _charge(x, v, h, AS_PLIF, neuron, decay, gain)
-    elif mode == IF:
-        _charge(x, v, h, AS_IF, neuron, decay, gain)
-    else:
-        _charge(x, v, h, AS_MERGED, neuron, decay, gain)
+    for i in range(v.size):
+        h[i] = charged(x[i], v[i], neuron, decay, gain)
 
 
 @njit(cache=True, error_model="numpy")
@@ -70,7 +45,7 @@ def drive(y, x, scale, shift, plane):
         for i in range(y.size):
             x[i] = y[i] * a + b
     else:
-        x[:] = y
+        _copy(y, x)
 
 
 @njit(cache=True, error_model="numpy")
@@ -124,7 +99,7 @@ def forward(begin, end, inputs, neuron, pool, outputs):
     for p in range(begin, end):
         v = v_out[p]
         if v0.size:
-            v[:] = v0[p]
+            _copy(v0[p], v)
         else:
             v[:] = rest
         t = 0
@@ -179,10 +154,10 @@ def backward(begin, end, arriving, slopes, pool, gradients):
     pooled, gp, charged_at = np.empty_like(go[0, 0]), np.empty_like(go[0, 0]), np.empty((steps, size), y.dtype)
     for p in range(begin, end):
         if v0.size:
-            start[:] = v0[p]
+            _copy(v0[p], start)
         else:
             start[:] = rest
-        v[:] = start
+        _copy(start, v)
         t = 0
         for g in range(lengths.size):
             drive(y[g, p], x, scale, shift, p)
@@ -216,7 +191,7 @@ def backward(begin, end, arriving, slopes, pool, gradients):
                     if t:
                         reset(charged_at[t - 1], v, s, slopes)
                     else:
-                        v[:] = start
+                        _copy(start, v)
                     for i in range(size):
                         v[i] -= rest
                     beta_sum += dot(carry, v, zero)
@@ -232,7 +207,7 @@ def backward(begin, end, arriving, slopes, pool, gradients):
                 for i in range(size):
                     gy[g, p, i] = gx[i] * a
             else:
-                gy[g, p] = gx
+                _copy(gx, gy[g, p])
         if gv0.size:
-            gv0[p] = carry
+            _copy(carry, gv0[p])
         g_scale[p], g_shift[p] = scale_sum, shift_sum
