@@ -6,19 +6,12 @@ lift its arithmetic to float64 and out of the vector registers. An array that is
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sj_tac.host.neurons import ChargeMode
-
 Array = np.ndarray[Any, Any]
 Number = np.floating[Any]
-
-
-T = TypeVar("T", "Neuron", "Slopes")
 
 
 class Inputs(NamedTuple):
@@ -58,8 +51,9 @@ class Arriving(NamedTuple):
 
 
 class Neuron(NamedTuple):
-    """A neuron's step: tau (sigmoid(w) for a PLIF), and the limits of the voltage behind the reset. See ``of_mode``."""
+    """A neuron's step: a ChargeMode, tau (sigmoid(w) for a PLIF), and the limits of the voltage behind the reset."""
 
+    mode: int
     tau: Number
     rest: Number
     threshold: Number
@@ -78,6 +72,7 @@ class Slopes(NamedTuple):
         kind: the surrogate's number; alpha and the rest: see ``surrogate.numbers``.
     """
 
+    mode: int
     tau: Number
     rest: Number
     threshold: Number
@@ -96,21 +91,6 @@ class Slopes(NamedTuple):
     inverse: Number
     soft: Number
     erf: Number
-
-
-# For each ChargeMode a type of its own, so that a kernel is compiled for one mode, with nothing left of the others in it: it
-# has as many fields more, which nobody reads, as the mode's number. They are names of this module, by which Numba's disk
-# cache finds types.
-for _base in (Neuron, Slopes):
-    for _mode in ChargeMode:
-        _name = f"{_base.__name__}{int(_mode)}"
-        globals()[_name] = namedtuple(_name, [*_base._fields, *(f"mark{i}" for i in range(_mode))], module=__name__)
-
-
-def of_mode(base: type[T], mode: int, numbers: Sequence[Any]) -> T:
-    """Neuron or Slopes of these numbers, of the type that is the mode's own."""
-    made: T = globals()[f"{base.__name__}{int(mode)}"](*numbers, *[numbers[0]] * mode)
-    return made
 
 
 class Neurons(NamedTuple):

@@ -30,7 +30,6 @@ from sj_tac.kernels.cpu.arguments import (
     Sheets,
     Slopes,
     Windows,
-    of_mode,
 )
 from sj_tac.kernels.cpu.threads import flat, share, vector
 from sj_tac.kernels.layout import empty, is_channels_last
@@ -47,8 +46,7 @@ BLOCK, BACKWARD_BLOCK, KEPT = 64, 32, 2**21
 def _neuron(mode: int, tau: float, rest: float, threshold: float, hard: bool, dtype: torch.dtype) -> Neuron:
     kind: Any = np.float64 if dtype == torch.float64 else np.float32
     low, high = (rest, rest) if hard else (-math.inf, math.inf)
-    numbers = [kind(v) for v in (tau, rest, threshold, low, high, 1.0, 0.0)]
-    return of_mode(Neuron, mode, numbers)
+    return Neuron(int(mode), *(kind(v) for v in (tau, rest, threshold, low, high, 1.0, 0.0)))
 
 
 def _neuron_of(o: Operands) -> Neuron:
@@ -63,8 +61,7 @@ def _slopes(o: Operands) -> Slopes:
     resets = (0.0, o.rest, -1.0) if o.hard else (1.0, -o.threshold, 0.0)
     keep, rest_gain, h_gain = (resets[0], 0.0, 0.0) if o.detach else resets
     numbers = surrogate.numbers(o.alpha, kind)
-    all_numbers = [*neuron[: len(Neuron._fields)], kind(keep), kind(rest_gain), kind(h_gain), o.surrogate, *numbers]
-    return of_mode(Slopes, o.mode, all_numbers)
+    return Slopes(*neuron, kind(keep), kind(rest_gain), kind(h_gain), o.surrogate, *numbers)
 
 
 def _linear(o: Operands) -> np.ndarray:

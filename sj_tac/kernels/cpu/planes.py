@@ -9,26 +9,59 @@ import numpy as np
 from numba import njit
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.steps import after, charged
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+    lean,
+)
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL
 
 
-@njit(error_model="numpy")
+@lean()
 def _copy(a, b):
     """``b[:] = a``, which would compile the error for two sizes, too, for seconds."""
     for i in range(a.size):
         b[i] = a[i]
 
 
-@njit(cache=True, error_model="numpy")
+@lean()
+def _charge(x, v, h, mode, neuron, decay, gain):
+    tau, rest = neuron.tau, neuron.rest
+    for i in range(v.size):
+        h[i] = charged(x[i], v[i], mode, tau, rest, decay, gain)
+
+
+@lean()
 def charge(x, v, h, neuron, decay, gain):
     """Charged voltages of a plane."""
-    for i in range(v.size):
-        h[i] = charged(x[i], v[i], neuron, decay, gain)
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _charge(x, v, h, AS_LIF_DECAY, neuron, decay, gain)
+    elif mode == LIF:
+        _charge(x, v, h, AS_LIF, neuron, decay, gain)
+    elif mode == PLIF_DECAY:
+        _charge(x, v, h, AS_PLIF_DECAY, neuron, decay, gain)
+    elif mode == PLIF:
+        _charge(x, v, h, AS_PLIF, neuron, decay, gain)
+    elif mode == IF:
+        _charge(x, v, h, AS_IF, neuron, decay, gain)
+    else:
+        _charge(x, v, h, AS_MERGED, neuron, decay, gain)
 
 
-@njit(cache=True, error_model="numpy")
+@lean()
 def reset(h, v, s, neuron):
     """Voltages behind the reset, and spikes."""
     threshold, low, high, one, zero = neuron.threshold, neuron.low, neuron.high, neuron.one, neuron.zero
@@ -37,7 +70,7 @@ def reset(h, v, s, neuron):
         s[i] = one if h[i] >= threshold else zero
 
 
-@njit(cache=True, error_model="numpy")
+@lean()
 def drive(y, x, scale, shift, plane):
     """The BatchNorm's affine map of one plane."""
     if scale.size:
@@ -48,7 +81,7 @@ def drive(y, x, scale, shift, plane):
         _copy(y, x)
 
 
-@njit(cache=True, error_model="numpy")
+@lean()
 def pool_plane(s, out, pool):
     """Max or mean over the windows of one plane."""
     kind, kh, kw, sh, sw, ph, pw, area, width, out_width = pool
@@ -63,7 +96,7 @@ def pool_plane(s, out, pool):
             out[o * out_width + q] = best if kind == MAX_POOL else best / area
 
 
-@njit(cache=True, error_model="numpy")
+@lean()
 def unpool_plane(g, s, gs, pool):
     """Gradient of ``pool_plane``: to the first largest of each window, as torch's, or to all of it alike."""
     kind, kh, kw, sh, sw, ph, pw, area, width, out_width = pool

@@ -11,31 +11,30 @@ from functools import partial
 from numba import njit
 
 from sj_tac.host.neurons import ChargeMode
-from sj_tac.kernels.cpu.arguments import Neuron, Slopes
 
 # For functions that make no arrays: without reference counts, whose atomic increments at every call cost more than a row;
 # and without the wrappers for callers outside of compiled code, which take an eighth of the time of compiling.
 lean = partial(njit, error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 # Numbers of the modes, for what is compiled.
-LIF_DECAY, LIF, PLIF_DECAY, PLIF, IF, _ = (int(mode) for mode in ChargeMode)
-NEURON, SLOPES = len(Neuron._fields), len(Slopes._fields)
+LIF_DECAY, LIF, PLIF_DECAY, PLIF, IF, MERGED = (int(mode) for mode in ChargeMode)
+# A mode as a type: a tuple of that length, which is part of its type, so that a loop is compiled for each mode, with nothing
+# left of the others in it.
+AS_LIF_DECAY, AS_LIF, AS_PLIF_DECAY, AS_PLIF, AS_IF, AS_MERGED = ((True,) * (1 + int(mode)) for mode in ChargeMode)
 
 
 @lean()
-def charged(x, v, neuron, decay, gain):
-    """h of one neuron, which is a Neuron or Slopes of its mode (see ``arguments.of_mode``): known when it is compiled."""
-    mode = len(neuron) - (SLOPES if len(neuron) >= SLOPES else NEURON)
-    tau, rest = neuron.tau, neuron.rest
-    if mode == LIF_DECAY:
+def charged(x, v, mode, tau, rest, decay, gain):
+    """h of one neuron."""
+    if len(mode) == 1 + LIF_DECAY:
         return v + (x - (v - rest)) / tau
-    if mode == LIF:
+    if len(mode) == 1 + LIF:
         return v - (v - rest) / tau + x
-    if mode == PLIF_DECAY:
+    if len(mode) == 1 + PLIF_DECAY:
         return v + (x - (v - rest)) * tau
-    if mode == PLIF:
+    if len(mode) == 1 + PLIF:
         return v - (v - rest) * tau + x
-    if mode == IF:
+    if len(mode) == 1 + IF:
         return v + x
     return rest + decay * (v - rest) + gain * x
 
