@@ -112,7 +112,14 @@ def exactly(name: str) -> str:
 
 
 class Policy(BaseModel):
-    """A versioned list of rules over a default. Immutable; ``load``, ``save``, ``from_dict``."""
+    """A versioned list of rules over a default. Immutable; ``load``, ``save``, ``from_dict``.
+
+    Attributes:
+        version: of the format, 1.
+        layers: which layers are converted: "conv", of any dimension, and "linear", the Linear layers before neurons.
+        default: settings of what no rule matches.
+        rules: the first that matches a layer's name wins.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -137,7 +144,11 @@ class Policy(BaseModel):
 
     @classmethod
     def from_dict(cls, values: Any, source: str = "policy") -> Policy:
-        """A policy from plain data; ``source`` is what errors call it. Raises PolicyError."""
+        """A policy from plain data; ``source`` is what errors call it.
+
+        Raises:
+            PolicyError: a key or value that a policy has not. The message names the rule and what would fit.
+        """
         if not isinstance(values, dict):
             raise PolicyError(f"{source}: a policy is a mapping with default and rules, got {type(values).__name__}")
         try:
@@ -174,7 +185,8 @@ class Policy(BaseModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy as YAML, all or nothing: a file that exists is replaced only once the new one is complete.
 
-        Raises WriteError.
+        Raises:
+            WriteError: the system could not write it.
         """
         write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
 

@@ -60,7 +60,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench(Shown):
-    """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture."""
+    """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture.
+
+    Attributes:
+        title: of the table.
+        rows: SpikingJelly's own and one for each policy; ``bench["preserve k=4"]`` is the one of that name.
+        samples: how many accuracy and agreement were measured on.
+        timed: shape of the batch that was timed.
+        rounds: timed rounds, all nets in turns.
+        machine: what it ran on.
+    """
 
     title: str
     rows: tuple[Row, ...]
@@ -74,7 +83,12 @@ class Bench(Shown):
         return {row.name: row for row in self.rows}[name]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """JSON at ``path``, accuracy and speed-up as bars in a PNG beside it. Raises WriteError, ImportError."""
+        """JSON at ``path``, accuracy and speed-up as bars in a PNG beside it. Returns the PNG's path.
+
+        Raises:
+            WriteError: a file could not be written.
+            ImportError: no matplotlib.
+        """
         write_text(path, self.to_json() + "\n")
         picture = Path(path).with_suffix(".png")
         plots.bars(picture, [self])
@@ -122,13 +136,17 @@ def bench(
         compiled: compare with torch.compile of the source as well (minutes).
         match: batches that every conversion is matched by before it is measured, as a search does it; others than
             ``batches``, or what they say of accuracy is too good.
-        rounds (in ``options``, as what follows): timed rounds, all nets in turns, default 9.
+
+    Keyword Args:
+        rounds: timed rounds, all nets in turns, default 9.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C].
-        backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
+        backend: as ``sj_tac.convert``.
+        seed: of random encoders in the net, default 0.
+        progress: show a bar, default True.
 
     Raises:
-        BatchError: batches that cannot be used, or labels that are none of the output's classes. PolicyError: two rows
-            of one name. Otherwise as ``sj_tac.convert``.
+        BatchError: batches that cannot be used, or labels that are none of the output's classes.
+        PolicyError: two rows of one name. Otherwise as ``sj_tac.convert``.
     """
     how = Measurement.read("bench", 9, options)
     check_plain(model)
