@@ -1,0 +1,99 @@
+"""The site: every public name is in it, files outside docs/ come along, links that lead nowhere fail the build."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import sj_tac
+
+pytest.importorskip("mkdocs", reason='pip install "sj_tac[docs]"')
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort, PluginError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def loaded(path):
+    spec = importlib.util.spec_from_file_location("site_hooks", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HOOKS = ROOT / "docs" / "hooks.py"
+hooks = loaded(HOOKS)
+
+
+def test_every_public_name_is_in_the_reference_and_in_its_index():
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: sj_tac\.([\w.]+)$", pages, re.MULTILINE))
+    functional = {f"functional.{name}" for name in sj_tac.functional.__all__}
+    assert (set(sj_tac.__all__) - {"functional"}) | functional <= shown
+    index = (ROOT / "docs" / "reference" / "index.md").read_text()
+    returned = {"Bench", "Captured", "Diagnosis", "Evidence", "Exported", "Match", "Sensitivity"}
+    assert [name for name in sj_tac.__all__ if name not in returned and f"`{name}`" not in index] == []
+
+
+def repository(folder, page, **files):
+    """A folder with docs/page.md and other files, and its MkDocs configuration."""
+    (folder / "docs" / "deep").mkdir(parents=True)
+    (folder / "docs" / "deep" / "page.md").write_text(page)
+    (folder / "docs" / "index.md").write_text("# Home\n")
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "mkdocs.yml").write_text(f"site_name: x\nuse_directory_urls: false\nhooks: [{HOOKS}]\n")
+    return load_config(str(folder / "mkdocs.yml"))
+
+
+def test_a_file_outside_docs_comes_into_the_site_and_its_link_follows(tmp_path):
+    text = "[a](../../data/a.json) [b](../../code/b.py#L3) [c](../index.md) [d](../../data)"
+    config = repository(tmp_path, text, data__a_DOT_json="{}", code__b_DOT_py="pass")
+    build(config)
+    site = Path(config.site_dir)
+    page = (site / "deep" / "page.html").read_text()
+    for address in ("repository/data/a.json", "repository/code/b.py.txt#L3", "index.html", "repository/data/index.html"):
+        assert f'href="../{address}"' in page
+    assert (site / "repository" / "data" / "a.json").read_text() == "{}"
+    assert (site / "repository" / "code" / "b.py.txt").read_text() == "pass"
+    assert "<code>a.json</code>" in (site / "repository" / "data" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("link", ["../../data/missing.json", "../../../elsewhere.md"])
+def test_a_link_to_no_file_of_the_repository_fails_the_build(link, tmp_path, caplog):
+    (tmp_path / "elsewhere.md").write_text("not of the repository")
+    config = repository(tmp_path / "repository", f"[a]({link})")
+    with pytest.raises(Abort):
+        build(config)
+    assert f"docs/deep/page.md links to {link}" in caplog.text
+
+
+def finished(folder, **pages):
+    config = repository(folder, "")
+    site = Path(config.site_dir)
+    site.mkdir()
+    for name, text in pages.items():
+        (site / f"{name}.html").write_text(text)
+    return config
+
+
+def test_a_finished_site_whose_links_lead_somewhere_passes(tmp_path):
+    config = finished(
+        tmp_path,
+        a='<a href="b.html#there">b</a><a href="#here" id="here">a</a><a href="https://example.org/x">x</a>',
+        b='<h2 id="there">b</h2><a href="a.html?query=1">a</a>',
+    )
+    hooks.on_post_build(config)
+
+
+@pytest.mark.parametrize(
+    "text", ['<a href="c.html">', '<img src="gone.png">', '<a href="b.html#nowhere">', '<a href="#nowhere">']
+)
+def test_a_finished_site_with_a_link_that_leads_nowhere_fails(text, tmp_path):
+    config = finished(tmp_path, a=text, b='<h2 id="there">b</h2>')
+    with pytest.raises(PluginError, match=r"a\.html: "):
+        hooks.on_post_build(config)
