@@ -9,6 +9,7 @@ from benchmarks import paper_tables
 from benchmarks.tables import read
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = DOCS.parent
 LINK = re.compile(r"\]\(([\w-]+\.md)#([\w-]+)\)")
 ROWS = [line for line in (DOCS / "results.md").read_text().splitlines() if line.startswith("|") and LINK.search(line)]
 
@@ -72,3 +73,17 @@ def test_no_row_of_the_paper_is_left_out():
         table = paper_tables.TABLES[kind](paper)
         assert table.count("\n") == len(paper[key]) + 2
     assert paper_tables.TABLES["paper_sparsity"](paper).count("\n") == len(paper["sparsity"]) + 2
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_of_the_repositorys_own_pages_lead_somewhere(name):
+    """Those of docs/ are followed when the site is built."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for address in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", text):
+        path, _, anchor = address.partition("#")
+        target = ROOT / path if path else ROOT / name
+        assert target.exists(), address
+        if anchor:
+            assert anchor in {slug(heading) for heading in re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)}, (
+                address
+            )

@@ -1,6 +1,7 @@
 """The site: every public name is in it, files outside docs/ come along, links that lead nowhere fail the build."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import sj_tac
 
 pytest.importorskip("mkdocs", reason='pip install "sj_tac[docs]"')
+pytest.importorskip("mkdocs_jupyter", reason='pip install "sj_tac[docs]"')
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort, PluginError
@@ -17,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def loaded(path):
-    spec = importlib.util.spec_from_file_location("site_hooks", path)
+    spec = importlib.util.spec_from_file_location(f"site_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-HOOKS = ROOT / "docs" / "hooks.py"
-hooks = loaded(HOOKS)
+HOOKS = [ROOT / "docs" / name for name in ("hooks.py", "links.py")]
+links = loaded(HOOKS[1])
 
 
 def test_every_public_name_is_in_the_reference_and_in_its_index():
@@ -37,6 +39,9 @@ def test_every_public_name_is_in_the_reference_and_in_its_index():
     assert [name for name in sj_tac.__all__ if name not in returned and f"`{name}`" not in index] == []
 
 
+SETTINGS = "site_name: x\nuse_directory_urls: false\nplugins: [mkdocs-jupyter: {include: ['*.ipynb']}]\n"
+
+
 def repository(folder, page, **files):
     """A folder with docs/page.md and other files, and its MkDocs configuration."""
     (folder / "docs" / "deep").mkdir(parents=True)
@@ -46,7 +51,7 @@ def repository(folder, page, **files):
         path = folder / name.replace("__", "/").replace("_DOT_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (folder / "mkdocs.yml").write_text(f"site_name: x\nuse_directory_urls: false\nhooks: [{HOOKS}]\n")
+    (folder / "mkdocs.yml").write_text(SETTINGS + f"hooks: [{', '.join(map(str, HOOKS))}]\n")
     return load_config(str(folder / "mkdocs.yml"))
 
 
@@ -61,6 +66,18 @@ def test_a_file_outside_docs_comes_into_the_site_and_its_link_follows(tmp_path):
     assert (site / "repository" / "data" / "a.json").read_text() == "{}"
     assert (site / "repository" / "code" / "b.py.txt").read_text() == "pass"
     assert "<code>a.json</code>" in (site / "repository" / "data" / "index.html").read_text()
+
+
+def test_links_of_a_notebook_lead_to_pages_and_files(tmp_path):
+    text = "[a](../index.md) [b](page.md#there) [c](../../code/b.py) [d](https://example.org/x.md)"
+    config = repository(tmp_path, "# Page\n\n## There\n", code__b_DOT_py="pass")
+    cells = [{"cell_type": "markdown", "metadata": {}, "source": [f"# Notebook\n\n{text}"]}]
+    notebook = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+    (tmp_path / "docs" / "deep" / "tutorial.ipynb").write_text(json.dumps(notebook))
+    build(config)
+    page = (Path(config.site_dir) / "deep" / "tutorial.html").read_text()
+    for address in ("../index.html", "page.html#there", "../repository/code/b.py.txt", "https://example.org/x.md"):
+        assert f'href="{address}"' in page
 
 
 @pytest.mark.parametrize("link", ["../../data/missing.json", "../../../elsewhere.md"])
@@ -87,7 +104,7 @@ def test_a_finished_site_whose_links_lead_somewhere_passes(tmp_path):
         a='<a href="b.html#there">b</a><a href="#here" id="here">a</a><a href="https://example.org/x">x</a>',
         b='<h2 id="there">b</h2><a href="a.html?query=1">a</a>',
     )
-    hooks.on_post_build(config)
+    links.on_post_build(config)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +113,4 @@ def test_a_finished_site_whose_links_lead_somewhere_passes(tmp_path):
 def test_a_finished_site_with_a_link_that_leads_nowhere_fails(text, tmp_path):
     config = finished(tmp_path, a=text, b='<h2 id="there">b</h2>')
     with pytest.raises(PluginError, match=r"a\.html: "):
-        hooks.on_post_build(config)
+        links.on_post_build(config)
