@@ -63,6 +63,9 @@ def register_affine(kind: Any = None) -> Any:
     frames [T, N, ...] or folded ones [T * N, ...], any number of them. ``convert`` tries both promises on ``example_input``,
     which it then needs.
 
+    Args:
+        kind: the class; None: a decorator is returned.
+
     Raises:
         TypeError: no class of modules.
     """

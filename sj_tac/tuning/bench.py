@@ -133,6 +133,7 @@ def bench(
         batches: frames [T, N, C, H, W] or (frames, labels), kept in memory.
         policies: what ``sj_tac.convert`` takes, "preserve:4", a path, a dict or a ``Policy``; in a dict by the name of their
             row; a pair (policy, k) where the policy does not say k.
+        title: of the table; default: the model's class.
         compiled: compare with torch.compile of the source as well (minutes).
         match: batches that every conversion is matched by before it is measured, as a search does it; others than
             ``batches``, or what they say of accuracy is too good.

@@ -77,6 +77,8 @@ def search(
         progress: show a bar, default True.
         match: correct every candidate by the batches before it is measured, as ``sj_tac.match`` does, default True: what a
             policy loses without says little. The evidence says by which method, so that you can match the net, too.
+        holdout: the share of samples that have no say in the choice: the evidence says by how much the metric drops on them.
+            Default: a quarter of 400 samples or more, otherwise none.
         log: a JSON-lines file; after a kill, the same call goes on from it.
         out: writes the evidence as JSON, and the Pareto frontier as PNG beside it (needs matplotlib).
 

@@ -1,9 +1,12 @@
 """The site: every public name is in it, files outside docs/ come along, links that lead nowhere fail the build."""
 
+import builtins
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -11,6 +14,7 @@ import sj_tac
 
 pytest.importorskip("mkdocs", reason='pip install "sj_tac[docs]"')
 pytest.importorskip("mkdocs_jupyter", reason='pip install "sj_tac[docs]"')
+import griffe
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort, PluginError
@@ -39,7 +43,45 @@ def test_every_public_name_is_in_the_reference_and_in_its_index():
     assert [name for name in sj_tac.__all__ if name not in returned and f"`{name}`" not in index] == []
 
 
-SETTINGS = "site_name: x\nuse_directory_urls: false\nplugins: [mkdocs-jupyter: {include: ['*.ipynb']}]\n"
+def described(value):
+    """What a docstring says of parameters, of options by keyword and of errors, as the reference reads it."""
+    docstring = griffe.Docstring(inspect.getdoc(value), lineno=1)
+    names = {"parameters": set(), "other parameters": set(), "raises": set()}
+    for part in docstring.parse("google", warn_missing_types=False, warnings=False):
+        if part.kind.value in names:
+            names[part.kind.value] |= {
+                item.name if part.kind.value != "raises" else str(item.annotation) for item in part.value
+            }
+    return names
+
+
+def options_of(value):
+    """The keys that a function takes by ``**options: Unpack[...]``."""
+    source = value.__init__ if inspect.isclass(value) else value
+    for parameter in inspect.signature(source).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            unpacked = get_type_hints(source)[parameter.name]
+            return set(get_type_hints(get_args(unpacked)[0]))
+    return set()
+
+
+FUNCTIONS = [getattr(sj_tac, name) for name in sj_tac.__all__ if inspect.isfunction(getattr(sj_tac, name))]
+BY_HAND = [sj_tac.TAC, sj_tac.TACTP, sj_tac.KSchedule, sj_tac.functional.aggregate, sj_tac.functional.expand]
+
+
+@pytest.mark.parametrize("value", [*FUNCTIONS, *BY_HAND, sj_tac.functional.fire], ids=lambda value: value.__name__)
+def test_a_docstring_names_every_parameter_and_option_a_line_each(value):
+    found = described(value)
+    taken = inspect.signature(value).parameters.values()
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    assert found["parameters"] == {parameter.name for parameter in taken if parameter.kind not in kinds}
+    assert found["other parameters"] == options_of(value)
+    for error in found["raises"]:
+        kind = getattr(sj_tac.errors, error, None) or getattr(builtins, error, None)
+        assert inspect.isclass(kind), f"{value.__name__} says that it raises {error}"
+
+
+SETTINGS = "site_name: x\nuse_directory_urls: false\nplugins: [mkdocs-jupyter: {include: ['*.ipynb'], cache: false}]\n"
 
 
 def repository(folder, page, **files):
@@ -114,3 +156,11 @@ def test_a_finished_site_with_a_link_that_leads_nowhere_fails(text, tmp_path):
     config = finished(tmp_path, a=text, b='<h2 id="there">b</h2>')
     with pytest.raises(PluginError, match=r"a\.html: "):
         links.on_post_build(config)
+
+
+def test_the_site_is_built_in_ci_with_warnings_as_errors():
+    """With --quiet MkDocs does not see its warnings, and --strict does not count them."""
+    (line,) = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "mkdocs build" in line]
+    assert "--strict" in line
+    assert "--quiet" not in line
+    assert "-q" not in line.split()
