@@ -112,23 +112,23 @@ def exactly(name: str) -> str:
 
 
 class Policy(BaseModel):
-    """A versioned list of rules over a default. Immutable; ``load``, ``save``, ``from_dict``.
-
-    Attributes:
-        version: of the format, 1.
-        layers: which layers are converted: "conv", of any dimension, and "linear", the Linear layers before neurons.
-        default: settings of what no rule matches.
-        rules: the first that matches a layer's name wins.
-    """
+    """A versioned list of rules over a default. Immutable; ``load``, ``save``, ``from_dict``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[1] = 1
+    """Of the format."""
+
     layers: tuple[Literal["conv", "linear"], ...] = Field(
         ("conv",), min_length=1, description="which layers are converted: convolutions of any dimension, Linear layers"
     )
+    """Which layers are converted: "conv", of any dimension, and "linear", the Linear layers before neurons."""
+
     default: Settings = Settings()
+    """Settings of what no rule matches."""
+
     rules: tuple[Rule, ...] = ()
+    """The first that matches a layer's name wins; what it leaves out comes from the default."""
 
     # Where it was read from, for errors; two policies that say the same are equal wherever they come from.
     _source: str = "policy"
