@@ -1,32 +1,22 @@
-"""The tables of docs/results.md, accuracy.md and export.md, made from benchmarks/results: python -m benchmarks.results_page
+"""The generated tables of docs/*.md, made from benchmarks/results: python -m benchmarks.results_page
 
 Between ``<!-- table NAME: FILE -->`` and ``<!-- end -->`` everything is generated; the words around it are not.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import RESULTS
+from benchmarks import paper_tables, speed_tables
+from benchmarks.tables import read, rows as _rows, where as _where
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = tuple(DOCS / name for name in ("results.md", "accuracy.md", "export.md", "gpu.md"))
+PAGES = tuple(DOCS / name for name in ("tables.md", "speed.md", "paper.md", "accuracy.md", "export.md", "gpu.md"))
 BLOCK = re.compile(r"<!-- table (\w+): ([\w.-]+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 SEPARATE = "T separate calls (the paper's baseline)"
-
-
-def _rows(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def _where(machine: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "spikingjelly", "numba", "sj_tac"))
-    return f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {versions}, {machine['date']}"
 
 
 def study(content: dict[str, Any]) -> str:
@@ -254,6 +244,8 @@ def launching(content: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    **speed_tables.TABLES,
+    **paper_tables.TABLES,
     "study": study,
     "speed": speed,
     "sparsity": sparsity,
@@ -276,8 +268,7 @@ def generated(page: str) -> str:
 
     def block(found: re.Match[str]) -> str:
         kind, file = found[1], found[2]
-        content = json.loads((RESULTS / file).read_text())
-        return f"<!-- table {kind}: {file} -->\n{TABLES[kind](content)}<!-- end -->\n"
+        return f"<!-- table {kind}: {file} -->\n{TABLES[kind](read(file))}<!-- end -->\n"
 
     return BLOCK.sub(block, page)
 

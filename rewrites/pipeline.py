@@ -101,7 +101,20 @@ def _verify(target: nn.Module, plan: Plan, example_input: Any) -> None:
 
 
 def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
-    """The verdicts that ``convert`` would give, without converting; no chain is no error here. Raises as ``convert``."""
+    """The verdicts that ``convert`` would give, without converting; no chain is no error here.
+
+    Args:
+        model: a SpikingJelly net in step_mode "m"; left untouched.
+        policy: as of ``convert``, but for "auto".
+        k: frames per convolution where the policy does not say.
+        example_input: a real input. With it the report has MACs, and more nets can be looked into.
+
+    Raises:
+        ModelTypeError: ``model`` is no ``torch.nn.Module``.
+        TraceError: ``torch.fx`` cannot follow its forward.
+        PolicyError: a bad policy, or a rule that matches nothing.
+        ConversionError: converted before, or no deep copy.
+    """
     check_plain(model)
     target = deep_copy(model)
     found = analyse(target, policy, k, example_input, backends.choose("auto"), True)
@@ -126,6 +139,9 @@ def policy_of(converted: nn.Module) -> Policy:
     ``k`` and modes are what ``set_k`` has made of them; ``policy.evidence`` is what a search measured, while it still holds.
     ``sj_tac.convert`` makes the same of a model of the same class, and ``policy.save("policy.yaml")`` writes it. What
     ``match`` wrote is no part of a policy: ``sj_tac.save`` keeps it.
+
+    Args:
+        converted: a net of ``sj_tac.convert``.
 
     Raises:
         ConversionError: not a converted model.

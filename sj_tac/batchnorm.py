@@ -24,8 +24,15 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     Aggregated frames have less variance than single ones, so statistics taken from them change what the layer computes.
     Scale and shift (``weight``, ``bias``) stay trainable. ``frozen=False`` lets the statistics move again.
 
+    Args:
+        converted: a net of ``sj_tac.convert``.
+        frozen: False lets the statistics move again.
+
     Returns:
-        The names of the BatchNorms. Raises ConversionError: not a converted model.
+        The names of the BatchNorms.
+
+    Raises:
+        ConversionError: not a converted model.
     """
     record_of(converted, "freeze_bn")
     names = []
@@ -45,6 +52,7 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
     the net: docs/choosing.md has what was measured.
 
     Args:
+        converted: a net of ``sj_tac.convert``.
         batches: an iterable of frames [T, N, C, H, W] or (frames, labels); labels are not used.
         undo: put the source's statistics back instead.
 
@@ -52,8 +60,8 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
         The names of the BatchNorms. Empty where there are none.
 
     Raises:
-        ConversionError: not a converted model, or nothing to undo. BatchError: batches that cannot be used, or that the
-            model does not run on; all statistics are then as they were.
+        ConversionError: not a converted model, or nothing to undo.
+        BatchError: batches that cannot be used, or that the model does not run on; all statistics are then as they were.
     """
     record = record_of(converted, "recalibrate")
     if undo:

@@ -51,7 +51,7 @@ def capture(net: nn.Module, example: Tensor, *, state: Literal["reset", "carried
 
 
 class Captured:
-    """A net's call as a CUDA graph, made by ``capture``."""
+    """A net's call as a CUDA graph, made by ``capture``. Call it as the net: ``captured(x)``."""
 
     def __init__(self, net: nn.Module, example: Tensor, carried: bool) -> None:
         self.net, self.carried = net, carried

@@ -55,18 +55,27 @@ def convert(
         backend: "auto" (numba on the CPU; cupy, else nvrtc, on CUDA; else reference), or the name of a kernel that must run.
         fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
-        calibration (in ``options``, as what follows): for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames,
-            labels). With labels at most a point of accuracy is lost on them; without, the predictions of 99 % stay. The
-            net is matched by them, and its report carries the evidence.
+
+    Keyword Args:
+        calibration: for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames, labels). With labels at most a
+            point of accuracy is lost on them; without, the predictions of 99 % stay. The net is matched by them, and its
+            report carries the evidence.
         match: a few batches of frames, labels or none: ``sj_tac.match`` corrects the converted net by them.
 
     Returns:
         The same class with the same parameter names and state_dict keys; ``sj_tac.report`` says what became of each layer.
 
     Raises:
-        ModelTypeError, TraceError, PolicyError, BackendError, and ConversionError: no chain, converted before, no deep copy,
-        or the converted net fails on ``example_input`` (then it names the first layer that differs). With "auto" also
-        BatchError and SearchError: no policy is faster; with ``match`` BatchError. The model is then as it was.
+        ModelTypeError: ``model`` is no ``torch.nn.Module``.
+        TraceError: ``torch.fx`` cannot follow its forward.
+        PolicyError: a bad policy, or a rule that matches nothing.
+        BackendError: a named kernel that cannot run here.
+        ConversionError: no chain, converted before, no deep copy, or the converted net fails on ``example_input`` (then
+            it names the first layer that differs).
+        BatchError: batches of ``calibration`` or ``match`` that cannot be used.
+        SearchError: with "auto", no policy is faster.
+
+    After any of them the model is as it was.
     """
     refuse_unknown("convert", options, ConvertOptions.__annotations__)
     calibration, batches = options.get("calibration"), options.get("match")
@@ -106,6 +115,7 @@ def report(converted: nn.Module, batches: Any = None, *, rounds: int = 5) -> Rep
     """What became of every conv of a converted model; MACs show once it has seen an input. The model is left as it was.
 
     Args:
+        converted: a net of ``sj_tac.convert``.
         batches: frames [T, N, C, H, W], (frames, labels), or a list of them: ``.layers`` then has every layer's firing rate
             and time, of the source and of the converted net. ``.to_html(path)`` shows them.
         rounds: timed calls of each.
@@ -132,6 +142,7 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
     """The source model again, with the parameters as they are now; what ``recalibrate`` and ``match`` wrote is taken back.
 
     Args:
+        converted: a net of ``sj_tac.convert``.
         inplace: change ``converted`` itself instead of a copy.
         drop_learned: throw trained aggregation weights away; otherwise they are a reason to refuse.
 
@@ -160,12 +171,15 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
     What ``match`` corrected fits the old k: it is taken back.
 
     Args:
+        converted: a net of ``sj_tac.convert``.
+        k: source steps that share one convolution, at least 1; 1 is the original layer.
         layers: exact name, glob or "re:...", of converted convs.
         drop_learned: throw trained aggregation weights of these layers away; otherwise they are a reason to refuse.
 
     Raises:
         PolicyError: ``k`` is no int of at least 1, ``layers`` matches nothing, or a layer refuses it. The model is then
-            as it was. ConversionError: not a converted model, or trained aggregation weights.
+            as it was.
+        ConversionError: not a converted model, or trained aggregation weights.
 
     Warns:
         BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.

@@ -41,8 +41,11 @@ class Exported(Shown):
     """What was written, and how it compares with the net on the example. ``print`` shows a table.
 
     Attributes:
-        path, opset, nodes: the file, its ONNX opset, its operations. inputs, outputs: their shapes by name; a dynamic
-            dimension is a name.
+        path: the file.
+        opset: its ONNX opset.
+        nodes: how many operations it has.
+        inputs: their shapes by name; a dynamic dimension is a name.
+        outputs: likewise.
         convolutions: by layer, the input shape [frames * N, C, H, W] of each Conv: one for a layer that runs once.
         spikes: how many spikes of all neurons differ in onnxruntime from those of the net's definition, and of how many.
         difference: the largest of an output, to the net's own call.
@@ -96,9 +99,11 @@ def export_onnx(
 
     Raises:
         ImportError: onnx, onnxscript or onnxruntime is not installed.
-        ConversionError: no converted net. InputError: an example without tensors, or without that dimension.
+        ConversionError: no converted net.
+        InputError: an example without tensors, or without that dimension.
         ExportError: training mode, hooks of the user's, a forward that torch.export cannot follow, an operation that ONNX
-            lacks, a graph that computes something else. WriteError. Nothing is written then.
+            lacks, a graph that computes something else. Nothing is written then.
+        WriteError: the system could not write the file.
 
     Warns:
         StateNotExportedWarning: neurons carry voltages of an earlier call; the graph does not.

@@ -34,7 +34,8 @@ def aggregate(
         [ceil(T / k), N, C, H, W], dtype and memory format of ``x``; half inputs are summed in float32.
 
     Raises:
-        ValueError: no frames, or weights that do not fit ``k`` and T. BackendError: a named backend that cannot run this.
+        ValueError: no frames, or weights that do not fit ``k`` and T.
+        BackendError: a named backend that cannot run this.
     """
     if isinstance(weights, Tensor) and weights.dim() != 1:
         raise ValueError(f"aggregate got weights {list(weights.shape)}; it takes [k], one weight per frame of a group")
@@ -59,6 +60,14 @@ def aggregate(
 
 def expand(y: Tensor, k: int, steps: int) -> Tensor:
     """Each of the frames [G, ...] repeated ``k`` times, the last one as often as needed to make ``steps`` frames.
+
+    Args:
+        y: frames [G, ...], one for each group.
+        k: frames per group.
+        steps: T, frames in all.
+
+    Returns:
+        [steps, ...], dtype of ``y``.
 
     Raises:
         ValueError: ``steps`` frames in groups of ``k`` are not as many groups as ``y`` has.
@@ -97,20 +106,28 @@ def fire(
     Args:
         y: drives [G, N, C, H, W], before the BatchNorm. Half inputs are computed in float32, and spikes come back in half.
         node: a LIFNode, IFNode or ParametricLIFNode; its state is neither read nor written.
-        k, steps: steps on each drive, and in all (default G * k); the last drive gets what is left.
+        k: steps on each drive.
+        steps: steps in all, default G * k; the last drive gets what is left.
         pool: MaxPool2d or AvgPool2d, or None.
-        v (in ``options``, as all that follow): voltages [N, C, H, W]; default: at rest.
+        backend: "auto", or the kernel that must run.
+
+    Keyword Args:
+        v: voltages [N, C, H, W]; default: at rest.
         residual: frames [steps, N, C, H, W] of y's dtype, added to the drives behind the affine map, step by step.
-        scale, shift: [C], of a BatchNorm in eval mode.
-        weights, group: one weight for each step [T], summed in groups of ``group``; default: the frames themselves.
-        merge: one step on each drive that stands for k of them, as TAC's binary collapse; ``normalize`` as there.
+        scale: [C], of a BatchNorm in eval mode.
+        shift: [C], of the same.
+        weights: one weight for each step [T]; default: no sums, the frames themselves.
+        group: how many of them are summed.
+        merge: one step on each drive that stands for k of them, as TAC's binary collapse.
+        normalize: as in TAC's binary collapse, default True.
 
     Returns:
         Frames [T, N, C, H', W'], or [ceil(T / group), ...]; and the voltages afterwards. Gradients flow to y, residual,
         scale, shift, v, weights and a PLIF's w; nothing of T frames is saved for them by the fused kernels.
 
     Raises:
-        ValueError: shapes or numbers that do not fit. BackendError: a named backend that cannot run this.
+        ValueError: shapes or numbers that do not fit.
+        BackendError: a named backend that cannot run this.
     """
     refuse_unknown("fire", options, FireOptions.__annotations__)
     drives = reference.as_number(y.shape[0]) if y.dim() else 0

@@ -133,22 +133,31 @@ class TACTP(_Operator):
     ``I = BN(conv(sum_j w_j x_j))`` drives k neuron steps ``h = r + beta (v - r) + gamma I``. Below threshold the membrane at
     the end of each group is the exact one. Algorithm 2 of arXiv 2603.13810 is ``normalize=False``.
 
+    The four layers become this module's children, are set to step_mode "m" and change their class.
+
     Args:
-        conv: a SpikingJelly ``Conv2d``; norm: ``BatchNorm2d``, ``ThresholdDependentBatchNorm2d`` or None; neuron: exactly
-            ``LIFNode``, ``IFNode`` or ``ParametricLIFNode``; pool: a pooling layer or None. They become this module's
-            children, are set to step_mode "m" and change their class.
+        conv: a SpikingJelly ``Conv2d``.
+        norm: ``BatchNorm2d``, ``ThresholdDependentBatchNorm2d`` or None.
+        neuron: exactly ``LIFNode``, ``IFNode`` or ``ParametricLIFNode``.
         k: frames per convolution, at least 1. 1 is the plain chain.
-        weights: "decay" (default), "uniform" or "learned" (trainable logits ``conv.tac_logits`` [k], starting at the decay
-            weights). normalize: weights that sum to 1, default True.
+        pool: a pooling layer or None.
         stretch: steps that each incoming frame stands for, behind a TAC with ``spikes="count"``.
-        backend: "auto" or the name of a kernel that must run; fuse: run BatchNorm, steps and pool as one operator. False
-            keeps every module's own work, the definition (and "reference" its kernel).
+        backend: "auto" or the name of a kernel that must run.
+        fuse: run BatchNorm, steps and pool as one operator. False keeps every module's own work, the definition (and
+            "reference" its kernel).
+
+    Keyword Args:
+        weights: "decay" (default), "uniform" or "learned" (trainable logits ``conv.tac_logits`` [k], starting at the decay
+            weights).
+        normalize: weights that sum to 1, default True.
 
     Shape: [T, N, C, H, W] -> [T, N, C', H', W']; float16, bfloat16 (voltage in float32), float32, float64.
 
     Raises:
-        ConversionError: a child of another type. PolicyError: an option out of range. BackendError: a named kernel that
-            cannot run. InputError (in forward): other shapes.
+        ConversionError: a child of another type.
+        PolicyError: an option out of range.
+        BackendError: a named kernel that cannot run.
+        InputError: in forward, other shapes.
     """
 
     def __init__(
@@ -176,11 +185,23 @@ class TAC(_Operator):
     (Algorithm 1 of arXiv 2603.13810 is ``normalize=False``). ``spikes="count"``: k steps per group, and the mean of their
     spikes, taken after a MaxPool; what follows must then treat each frame as k steps, as ``convert`` arranges.
 
+    Layers, settings, dtypes and errors are those of ``TACTP``.
+
     Args:
+        conv: a SpikingJelly ``Conv2d``.
+        norm: ``BatchNorm2d``, ``ThresholdDependentBatchNorm2d`` or None.
+        neuron: exactly ``LIFNode``, ``IFNode`` or ``ParametricLIFNode``.
+        k: frames per convolution, at least 1. 1 is the plain chain.
+        pool: a pooling layer or None.
+        stretch: steps that each incoming frame stands for, behind a TAC with ``spikes="count"``; k counts steps.
+        backend: "auto" or the name of a kernel that must run.
+        fuse: run BatchNorm, steps and pool as one operator.
+
+    Keyword Args:
         spikes: "binary" (default) or "count".
         emit: "groups" (default) gives [ceil(T / k), ...]; "frames" repeats each group so that T stays.
-        stretch: steps that each incoming frame stands for, behind a TAC with ``spikes="count"``; k counts steps.
-        Others: see ``TACTP``.
+        weights: as of ``TACTP``.
+        normalize: as of ``TACTP``.
     """
 
     def __init__(

@@ -117,11 +117,18 @@ class Policy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: Literal[1] = 1
+    """Of the format."""
+
     layers: tuple[Literal["conv", "linear"], ...] = Field(
         ("conv",), min_length=1, description="which layers are converted: convolutions of any dimension, Linear layers"
     )
+    """Which layers are converted: "conv", of any dimension, and "linear", the Linear layers before neurons."""
+
     default: Settings = Settings()
+    """Settings of what no rule matches."""
+
     rules: tuple[Rule, ...] = ()
+    """The first that matches a layer's name wins; what it leaves out comes from the default."""
 
     # Where it was read from, for errors; two policies that say the same are equal wherever they come from.
     _source: str = "policy"
@@ -137,7 +144,11 @@ class Policy(BaseModel):
 
     @classmethod
     def from_dict(cls, values: Any, source: str = "policy") -> Policy:
-        """A policy from plain data; ``source`` is what errors call it. Raises PolicyError."""
+        """A policy from plain data; ``source`` is what errors call it.
+
+        Raises:
+            PolicyError: a key or value that a policy has not. The message names the rule and what would fit.
+        """
         if not isinstance(values, dict):
             raise PolicyError(f"{source}: a policy is a mapping with default and rules, got {type(values).__name__}")
         try:
@@ -174,7 +185,8 @@ class Policy(BaseModel):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy as YAML, all or nothing: a file that exists is replaced only once the new one is complete.
 
-        Raises WriteError.
+        Raises:
+            WriteError: the system could not write it.
         """
         write_text(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
 

@@ -56,8 +56,9 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
             reads, with the state_dict under "state_dict".
 
     Raises:
-        CheckpointError: another suffix, or what no plain tensor can hold; ConversionError: not a converted net. WriteError:
-            the system could not write it. A file that stood at ``path`` is then as it was.
+        CheckpointError: another suffix, or what no plain tensor can hold.
+        ConversionError: not a converted net.
+        WriteError: the system could not write it. A file that stood at ``path`` is then as it was.
     """
     record = _record(net, "save")
     held = net.state_dict(keep_vars=True)
@@ -106,8 +107,11 @@ def load(
         path: what ``sj_tac.save`` wrote.
         model: a fresh model of the net's class, built as that was, in step_mode "m"; left untouched. Of a net written by
             hand: the same by hand.
-        example_input, backend: as in ``sj_tac.convert``; a net that needed ``example_input`` there needs it here.
-        device (in ``options``, as what follows): where the net goes; default: where the model is.
+        example_input: as in ``sj_tac.convert``; a net that needed it there needs it here.
+        backend: as in ``sj_tac.convert``.
+
+    Keyword Args:
+        device: where the net goes; default: where the model is.
         cast: give the values the model's dtypes where these are others; default False: that is an error.
         inplace: change ``model`` itself; needed where it cannot be deep-copied. It is as it was where an error is raised.
 
@@ -116,8 +120,12 @@ def load(
 
     Raises:
         CheckpointError: a file that is cut off, damaged, not of ``sj_tac.save``, or of a newer version; or a model of other
-            keys, shapes, dtypes, shared tensors or constants (v_threshold, stride ...). ModelTypeError, TraceError,
-            PolicyError, ConversionError, BackendError: as ``sj_tac.convert``, of a model that cannot be converted so.
+            keys, shapes, dtypes, shared tensors or constants (v_threshold, stride ...).
+        ModelTypeError: ``model`` is no ``torch.nn.Module``.
+        TraceError: as ``sj_tac.convert``.
+        PolicyError: as ``sj_tac.convert``.
+        ConversionError: as ``sj_tac.convert``, of a model that cannot be converted so.
+        BackendError: as ``sj_tac.convert``.
     """
     refuse_unknown("load", options, LoadOptions.__annotations__)
     content = archive.read(path)

@@ -41,7 +41,8 @@ class KSchedule:
         batches: a few batches of frames [T, N, C, H, W] or (frames, labels), read again at every change.
 
     Raises:
-        PolicyError: ks, epochs, or layers that match nothing. ConversionError: not a converted model, or a matched one.
+        PolicyError: ks, epochs, or layers that match nothing.
+        ConversionError: not a converted model, or a matched one.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class KSchedule:
         """Give the net the k of this epoch; call it before the epoch. Returns that k.
 
         Raises:
-            PolicyError, ConversionError: as ``sj_tac.set_k``. BatchError: batches that cannot be used. The net then has
-            the k that it had.
+            PolicyError: as ``sj_tac.set_k``.
+            ConversionError: as ``sj_tac.set_k``.
+            BatchError: batches that cannot be used. The net then has the k that it had.
         """
         k = self.k(epoch)
         if k is not None and k != self.current:

@@ -181,14 +181,19 @@ class Verdict:
     Attributes:
         layer: qualified name, of the conv, or of a neuron that is stretched without being part of a converted chain.
         status: "converted", "kept" (by policy), "refused", or "stretched" (runs at the rate of a collapse before it).
-        mode, k: of a converted layer; for a stretched neuron k is the inner steps it takes on a frame.
+        mode: of a converted layer.
+        k: of a converted layer; for a stretched neuron the inner steps it takes on a frame.
         kernel: the backend that runs it.
-        reason, detail, hint: why a layer was left alone, in this case, and what to do about it. obstacles: what else is in
-            the way of a refused one, the nearest first.
-        macs_before, macs_after: multiply-accumulates of the convolution per sample; None until the net has seen a shape.
+        reason: the code that says why a layer was left alone.
+        detail: the same in words, in this case.
+        hint: what to do about it.
+        obstacles: what else is in the way of a refused layer, the nearest first.
+        macs_before: multiply-accumulates of the source's convolution per sample; None until the net has seen a shape.
+        macs_after: the same of the converted one.
         reads: what is planned to come to a converted conv: "frames", "sums" that the neurons before it have made, "shared"
-            frames, or "plain", ordinary frames at every border; last_read: what came in the last call, "frames of a value"
-            where frames had to be made for it; last_gave: what its neuron gave then: "sums", "means", "frames" or "plain".
+            frames, or "plain", ordinary frames at every border.
+        last_read: what came in the last call, "frames of a value" where frames had to be made for it.
+        last_gave: what its neuron gave then: "sums", "means", "frames" or "plain".
         exact: its frames are one frame T times over, so that it runs once for all of them, with the source's own result.
         frames_made: who had frames of its values made since it was converted, and how often. Each costs time; none changes
             a result.
@@ -222,6 +227,7 @@ class Verdict:
 
     @classmethod
     def refuse(cls, layer: str, refusal: Refusal, **more: Any) -> Verdict:
+        """The verdict of a layer that is left alone for this reason."""
         text, hint = REASONS[refusal.reason]
         status: Status = "kept" if refusal.reason is Reason.POLICY_KEEP else "refused"
         return cls(
@@ -237,32 +243,45 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report(Shown):
-    """One verdict per conv (and per stretched neuron), in the order of the model. ``print`` shows a table."""
+    """One verdict per conv (and per stretched neuron), in the order of the model. ``print`` shows a table.
+
+    Attributes:
+        verdicts: all of them.
+        title: of the table.
+        evidence: what a policy "auto" was chosen by, an ``sj_tac.Evidence``.
+        notes: what was seen of the net as a whole, on the sample.
+        policy: what is converted, layer by layer, an ``sj_tac.Policy``: ``report.policy.save("policy.yaml")``.
+        layers: firing rates and times of every layer, where ``report`` was given batches.
+    """
 
     verdicts: tuple[Verdict, ...]
     title: str = "sj_tac"
-    evidence: Any = None  # what a policy "auto" was chosen by, an sj_tac.Evidence
-    notes: tuple[str, ...] = ()  # what was seen of the net as a whole, on the sample
-    policy: Any = None  # what is converted, layer by layer, an sj_tac.Policy: ``report.policy.save("policy.yaml")``
-    layers: tuple[Any, ...] = ()  # rates and times of every layer, where report was given batches: LayerMeasure
+    evidence: Any = None
+    notes: tuple[str, ...] = ()
+    policy: Any = None
+    layers: tuple[Any, ...] = ()
 
     def _with(self, status: Status) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.status == status)
 
     @property
     def converted(self) -> tuple[Verdict, ...]:
+        """The verdicts of layers that are converted."""
         return self._with("converted")
 
     @property
     def kept(self) -> tuple[Verdict, ...]:
+        """The verdicts of layers that the policy keeps."""
         return self._with("kept")
 
     @property
     def refused(self) -> tuple[Verdict, ...]:
+        """The verdicts of layers that cannot be converted."""
         return self._with("refused")
 
     @property
     def stretched(self) -> tuple[Verdict, ...]:
+        """The verdicts of neurons that run at the rate of a collapse before them."""
         return self._with("stretched")
 
     def __getitem__(self, layer: str) -> Verdict:
@@ -285,7 +304,8 @@ class Report(Shown):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one HTML page that needs no network, with what is known: verdicts, MACs, rates, times, what was searched.
 
-        Raises WriteError; a file that stood at ``path`` is then as it was.
+        Raises:
+            WriteError: the system could not write it. A file that stood at ``path`` is then as it was.
         """
         page.write(path, self)
 

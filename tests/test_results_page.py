@@ -1,4 +1,4 @@
-"""docs/results.md and accuracy.md say what benchmarks/results holds; the sparse ways compute what they are compared with."""
+"""The generated tables of docs say what benchmarks/results holds; the sparse ways compute what they are compared with."""
 
 import json
 

@@ -22,15 +22,20 @@ _SHOWN = 12
 def remap_keys(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The tensors of an older checkpoint under the keys of ``model``, for ``model.load_state_dict(..., strict=True)``.
 
-    ``state_dict``: a state dict, or what a training script saved around one (``{"state_dict": ...}``, ``"model"``,
-    ``"net"``, ...; a whole checkpoint with optimizer and epoch, too). A key that ``model`` has stays. Of any other, levels
-    named ``module`` (DataParallel's in front, and those of the older ``SeqToANNContainer``, ``layer1.module.0.weight``) or
-    ``_orig_mod`` (torch.compile's) are left out or put in, where that gives a key of ``model``. Nothing is dropped, and
-    ``num_batches_tracked`` that torch's BatchNorm did not save yet may be missing. How many keys were renamed goes to the
-    logger "sj_tac.compat.keys".
+    A key that ``model`` has stays. Of any other, levels named ``module`` (DataParallel's in front, and those of the older
+    ``SeqToANNContainer``, ``layer1.module.0.weight``) or ``_orig_mod`` (torch.compile's) are left out or put in, where that
+    gives a key of ``model``. Nothing is dropped, and ``num_batches_tracked`` that torch's BatchNorm did not save yet may be
+    missing. How many keys were renamed goes to the logger "sj_tac.compat.keys".
 
-    Raises ModelTypeError where ``model`` is no module, and ConversionError, naming the keys, where some are left over or
-    missing, two become one, a shape differs, or ``state_dict`` holds no tensors. ``model`` is left as it is.
+    Args:
+        state_dict: a state dict, or what a training script saved around one (``{"state_dict": ...}``, ``"model"``,
+            ``"net"``, ...; a whole checkpoint with optimizer and epoch, too).
+        model: the model that the keys are for; it is left as it is.
+
+    Raises:
+        ModelTypeError: ``model`` is no module.
+        ConversionError: keys are left over or missing, two become one, a shape differs, or ``state_dict`` holds no
+            tensors. The message names the keys.
     """
     if not isinstance(model, nn.Module):
         raise ModelTypeError(

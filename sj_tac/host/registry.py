@@ -36,11 +36,13 @@ def register_neuron(kind: Any = None, *, decay: Decay = 1.0) -> Any:
     caller's word.
 
     Args:
+        kind: the class; None: a decorator is returned.
         decay: beta, what is left of the membrane after a step, in (0, 1]: a number, or a function of the module that gives
             one. It makes the weights ``beta^(k-1-j) / S_k`` of a group (docs/equations.md).
 
     Raises:
-        TypeError: no class of modules. ValueError: a decay out of (0, 1].
+        TypeError: no class of modules.
+        ValueError: a decay out of (0, 1].
     """
     if kind is None:
         return lambda decorated: register_neuron(decorated, decay=decay)
@@ -60,6 +62,9 @@ def register_affine(kind: Any = None) -> Any:
     ``sj_tac.register_affine(MyNorm)``, or ``@sj_tac.register_affine`` in front of the class: a norm, a padding. It may take
     frames [T, N, ...] or folded ones [T * N, ...], any number of them. ``convert`` tries both promises on ``example_input``,
     which it then needs.
+
+    Args:
+        kind: the class; None: a decorator is returned.
 
     Raises:
         TypeError: no class of modules.

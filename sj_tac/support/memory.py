@@ -42,7 +42,7 @@ def keep_memory() -> bool:
 
     Returns:
         Whether it did anything. False, and nothing is changed, where the allocator is not glibc's: musl, macOS, Windows,
-        or jemalloc and the like in its place. Raises nothing.
+        or jemalloc and the like in its place. It raises nothing.
     """
     library = _glibc()
     if library is None:

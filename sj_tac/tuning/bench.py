@@ -62,7 +62,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench(Shown):
-    """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture."""
+    """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture.
+
+    Attributes:
+        title: of the table.
+        rows: SpikingJelly's own and one for each policy; ``bench["preserve k=4"]`` is the one of that name.
+        samples: how many accuracy and agreement were measured on.
+        timed: shape of the batch that was timed.
+        rounds: timed rounds, all nets in turns.
+        machine: what it ran on.
+    """
 
     title: str
     rows: tuple[Row, ...]
@@ -76,7 +85,12 @@ class Bench(Shown):
         return {row.name: row for row in self.rows}[name]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """JSON at ``path``, accuracy and speed-up as bars in a PNG beside it. Raises WriteError, ImportError."""
+        """JSON at ``path``, accuracy and speed-up as bars in a PNG beside it. Returns the PNG's path.
+
+        Raises:
+            WriteError: a file could not be written.
+            ImportError: no matplotlib.
+        """
         write_text(path, self.to_json() + "\n")
         picture = Path(path).with_suffix(".png")
         plots.bars(picture, [self])
@@ -122,18 +136,23 @@ def bench(
         batches: frames [T, N, C, H, W] or (frames, labels), kept in memory.
         policies: what ``sj_tac.convert`` takes, "preserve:4", a path, a dict or a ``Policy``; in a dict by the name of their
             row; a pair (policy, k) where the policy does not say k.
+        title: of the table; default: the model's class.
         compiled: compare with torch.compile of the source as well (minutes).
         match: batches that every conversion is matched by before it is measured, as a search does it; others than
             ``batches``, or what they say of accuracy is too good.
         time_limit: seconds after which no further round is timed; what every net answers, and one round, are measured in
             any case.
-        rounds (in ``options``, as what follows): timed rounds, all nets in turns, default 9.
+
+    Keyword Args:
+        rounds: timed rounds, all nets in turns, default 9.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C].
-        backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
+        backend: as ``sj_tac.convert``.
+        seed: of random encoders in the net, default 0.
+        progress: show a bar, default True.
 
     Raises:
-        BatchError: batches that cannot be used, or labels that are none of the output's classes. PolicyError: two rows
-            of one name. Otherwise as ``sj_tac.convert``.
+        BatchError: batches that cannot be used, or labels that are none of the output's classes.
+        PolicyError: two rows of one name, or a time_limit that is not positive. Otherwise as ``sj_tac.convert``.
     """
     begun = time.monotonic()
     how = Measurement.read("bench", 9, options)

@@ -40,8 +40,11 @@ class Diagnosis(Shown):
         effect: 1 - ratio. Above 0 neighbouring frames are alike, below 0 they are less alike than any two.
         ratio: mean squared distance of neighbouring frames over that of any two of the same sample; 1 where frames can be
             exchanged.
-        resolution: half the confidence interval of the effect at ``level``; margin: up to which an effect is negligible.
-        samples, steps: how many were seen, and T. ordered: the share of samples whose own p-value is below ``level``.
+        resolution: half the confidence interval of the effect at ``level``.
+        margin: up to which an effect is negligible.
+        samples: how many were seen.
+        steps: T.
+        ordered: the share of samples whose own p-value is below ``level``.
         suggested_k: frames that may share one convolution, as far as the data says; None where undecided.
         lags: the ratio at every lag 1 .. T-1.
         reasons: the verdict in words.
@@ -106,15 +109,18 @@ def diagnose(
     Args:
         batches: an iterable of frames [T, N, C, H, W] or (frames, labels); read once, batch by batch.
         model: a SpikingJelly net in step_mode "m"; then the input of every convolution is tested, too. Left as it was.
-        level: of the tests, in (0, 1); margin: the effect up to which order is negligible.
-        permutations: re-orderings of every sample, at least 19. seed: of the re-orderings.
+        level: of the tests, in (0, 1).
+        margin: the effect up to which order is negligible.
+        permutations: re-orderings of every sample, at least 19.
+        seed: of the re-orderings.
         decode: from the model's output to class scores [N, C], where it is not [T, N, C] or [N, C]. Without it nothing is
             said of the accuracy of models of other outputs.
 
     Raises:
         BatchError: batches that cannot be used, or that the model does not run on; one recording [T, 2, H, W] whose
-            polarities would be taken for samples; labels that are none of the output's classes. ValueError: a level, margin
-            or number of permutations out of range. ModelTypeError: ``model`` is none.
+            polarities would be taken for samples; labels that are none of the output's classes.
+        ValueError: a level, margin or number of permutations out of range.
+        ModelTypeError: ``model`` is none.
     """
     if not 0 < level < 1 or margin <= 0 or permutations < 19:
         raise ValueError(

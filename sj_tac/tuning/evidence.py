@@ -64,11 +64,19 @@ class Evidence(Shown):
     """Everything a search measured. ``print`` shows the frontier; ``save`` writes JSON and a picture.
 
     Attributes:
-        objective, metric: what was asked for, in words. source_metric: of the source on the same batches.
-        trials: in the order they were tried. chosen: the name of the one whose policy was returned.
+        objective: what was asked for, in words.
+        metric: its name.
+        source_metric: of the source on the same batches.
+        trials: in the order they were tried.
+        chosen: the name of the one whose policy was returned.
         final: milliseconds of the finalists and the source ("source"), measured side by side at the end.
-        samples, seconds, machine: of this search. stopped: why it ended early, or "". notes: what to know about the figures.
-        diagnosis: of the batches, where it was asked for. held_out: the choice on samples that had no say in it, if any.
+        samples: how many it was measured on.
+        seconds: of the whole search.
+        machine: what it ran on.
+        stopped: why it ended early, or "".
+        notes: what to know about the figures.
+        diagnosis: of the batches, where it was asked for.
+        held_out: the choice on samples that had no say in it, if any.
     """
 
     objective: str
@@ -103,7 +111,12 @@ class Evidence(Shown):
         return asdict(self) | {"trials": trials, "frontier": [t.name for t in self.frontier]}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """JSON at ``path``, the Pareto plot as a PNG beside it. Raises WriteError, ImportError (no matplotlib)."""
+        """JSON at ``path``, the Pareto plot as a PNG beside it. Returns the PNG's path.
+
+        Raises:
+            WriteError: a file could not be written.
+            ImportError: no matplotlib.
+        """
         write_text(path, self.to_json() + "\n")
         picture = Path(path).with_suffix(".png")
         tried = [t for t in self.trials if not t.refused]

@@ -49,10 +49,14 @@ class Match(Shown):
     """What ``match`` did. ``print`` shows tables.
 
     Attributes:
-        method: what was kept: "none", "moments", "rates", "both" or "distilled". candidates: all that were tried.
-        layers: firing rates of every neuron. corrected: names of the modules that were written to.
+        method: what was kept: "none", "moments", "rates", "both" or "distilled".
+        candidates: all that were tried.
+        layers: firing rates of every neuron.
+        corrected: names of the modules that were written to.
         skipped: neurons whose rates could not be fitted, and why.
-        fitted, held_out: numbers of samples. seconds: of the whole call.
+        fitted: how many samples it was fitted on.
+        held_out: how many samples it was compared on.
+        seconds: of the whole call.
     """
 
     method: str
@@ -284,20 +288,24 @@ def match(
             to be like those that will come; "moments" serves other ones, too.
         method: "auto" tries all; "moments", "rates" or "both" are tried beside "none".
         undo: take the corrections back instead.
-        steps (in ``options``, as what follows): so many steps of gradient descent on the source's outputs move scales and
+
+    Keyword Args:
+        steps: so many steps of gradient descent on the source's outputs move scales and
             shifts further, which is kept where held out samples come nearer ("distilled"); default 0, try 60.
         samples: at most so many are fitted, in one batch, as many compared; default 64.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C]. Without it other outputs
             are compared by their mean squared difference.
-        seed: of random encoders in the net, default 0. progress: show a bar, default True.
+        seed: of random encoders in the net, default 0.
+        progress: show a bar, default True.
 
     Returns:
         What it did, a ``Match``; None where ``undo``.
 
     Raises:
         ConversionError: not a converted model, one that was recalibrated or got matched values from a checkpoint, one that
-            cannot be copied, or nothing to undo. PolicyError: method, samples or steps. BatchError: batches that
-            cannot be used, or that the model does not run on; nothing is then changed.
+            cannot be copied, or nothing to undo.
+        PolicyError: method, samples or steps.
+        BatchError: batches that cannot be used, or that the model does not run on; nothing is then changed.
     """
     refuse_unknown("match", options, MatchOptions.__annotations__)
     record = record_of(converted, "match")

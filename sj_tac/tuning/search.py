@@ -64,15 +64,21 @@ def search(
         max_drop: how much of the metric may be lost, absolutely (0.01: one point of accuracy).
         speedup: search the best metric at this speed, at the least, instead; ``max_drop`` then has no say.
         time_limit: seconds after which nothing new is tried; the first candidate and the finalists are measured in any case.
-        ks (in ``options``, as all that follow): None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T.
+
+    Keyword Args:
+        ks: None: 1, 2, 3, 4, 6, 8, 12, 16 ... up to T.
         modes: default ("preserve", "collapse"); the first is searched layer by layer, the others on what that finds.
         layers: "conv", "linear"; default ("conv",).
-        rounds: timed rounds of the finalists, default 9. cost: a function of a net (milliseconds on another device, joules)
-            that takes the place of measured time.
-        decode: from the net's output to class scores [N, C]. backend: as ``sj_tac.convert``. seed: of random encoders in the
-            net, default 0. progress: show a bar, default True.
+        rounds: timed rounds of the finalists, default 9.
+        cost: a function of a net (milliseconds on another device, joules) that takes the place of measured time.
+        decode: from the net's output to class scores [N, C].
+        backend: as ``sj_tac.convert``.
+        seed: of random encoders in the net, default 0.
+        progress: show a bar, default True.
         match: correct every candidate by the batches before it is measured, as ``sj_tac.match`` does, default True: what a
             policy loses without says little. The evidence says by which method, so that you can match the net, too.
+        holdout: the share of samples that have no say in the choice: the evidence says by how much the metric drops on them.
+            Default: a quarter of 400 samples or more, otherwise none.
         log: a JSON-lines file; after a kill, the same call goes on from it.
         out: writes the evidence as JSON, and the Pareto frontier as PNG beside it (needs matplotlib).
 
@@ -81,9 +87,14 @@ def search(
 
     Raises:
         SearchError: no policy meets the goal or is faster than the source, the metric is no number, or ``log`` is another
-            search's; its attribute ``evidence`` says what was tried. WriteError: ``log`` or ``out`` cannot be written; then,
-            for ``out``, its attribute ``policy`` is what was found. BatchError, PolicyError, ModelTypeError, TraceError,
-            BackendError, and ConversionError: no layer can be converted.
+            search's; its attribute ``evidence`` says what was tried.
+        WriteError: ``log`` or ``out`` cannot be written; then, for ``out``, its attribute ``policy`` is what was found.
+        ConversionError: no layer can be converted.
+        BatchError: batches that cannot be used.
+        PolicyError: ks, modes or another option out of range.
+        ModelTypeError: ``model`` is no ``torch.nn.Module``.
+        TraceError: as ``sj_tac.convert``.
+        BackendError: as ``sj_tac.convert``.
     """
     begun = time.monotonic()
     how = Search.read("search", 9, options)

@@ -52,7 +52,16 @@ class Effect:
 
 @dataclass(frozen=True)
 class Sensitivity(Shown):
-    """Effects of every layer, mode and k. ``print`` shows a table; ``save`` writes JSON and a heat map."""
+    """Effects of every layer, mode and k. ``print`` shows a table; ``save`` writes JSON and a heat map.
+
+    Attributes:
+        effects: one for each layer, mode and k.
+        source_ms: milliseconds of the source, for one batch.
+        samples: how many were measured on.
+        steps: T.
+        rounds: timed rounds.
+        machine: what it ran on.
+    """
 
     effects: tuple[Effect, ...]
     source_ms: float
@@ -62,7 +71,12 @@ class Sensitivity(Shown):
     machine: dict[str, Any]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """JSON at ``path``, the heat map (layers x k) as a PNG beside it. Raises WriteError, ImportError (no matplotlib)."""
+        """JSON at ``path``, the heat map (layers x k) as a PNG beside it. Returns the PNG's path.
+
+        Raises:
+            WriteError: a file could not be written.
+            ImportError: no matplotlib.
+        """
         write_text(path, self.to_json() + "\n")
         picture = Path(path).with_suffix(".png")
         heat_map(picture, [e for e in self.effects if not e.refused])
@@ -105,15 +119,24 @@ def sensitivity(
     Args:
         model: a SpikingJelly net in step_mode "m"; left untouched, measured in eval mode.
         batches: a few batches of frames [T, N, C, H, W] or (frames, labels), kept in memory. The first one is timed.
-        ks: at least 1; those above T are left out. modes: "preserve", "collapse".
+        ks: at least 1; those above T are left out.
+        modes: "preserve", "collapse".
         layers: "conv", "linear": which layers are looked at.
-        rounds (in ``options``, as what follows): timed rounds, source and converted nets in turns, default 5.
+
+    Keyword Args:
+        rounds: timed rounds, source and converted nets in turns, default 5.
         decode: from the net's output to class scores [N, C], where it is not [T, N, C] or [N, C].
-        backend: as ``sj_tac.convert``. seed: of random encoders in the net, default 0. progress: show a bar, default True.
+        backend: as ``sj_tac.convert``.
+        seed: of random encoders in the net, default 0.
+        progress: show a bar, default True.
 
     Raises:
-        ModelTypeError, TraceError, BackendError, ConversionError (no layer can be converted), PolicyError (ks or modes),
-        BatchError.
+        ConversionError: no layer can be converted.
+        PolicyError: ks or modes.
+        BatchError: batches that cannot be used.
+        ModelTypeError: ``model`` is no ``torch.nn.Module``.
+        TraceError: as ``sj_tac.convert``.
+        BackendError: as ``sj_tac.convert``.
     """
     how = Measurement.read("sensitivity", 5, options)
     check_plain(model)

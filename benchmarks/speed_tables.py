@@ -1,0 +1,50 @@
+"""The tables of docs/speed.md: SpikingJelly's configurations and sj_tac, measured in turns in one run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.measure import LAST
+from benchmarks.tables import rows, where
+
+BARE = "bare convolutions"
+
+
+def measured(content: dict[str, Any]) -> str:
+    """Every configuration of every net: milliseconds, to the best of SpikingJelly, to the convolutions alone, memory."""
+    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
+    text = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}\n"
+    for net, found in content["results"].items():
+        saved = [("saved MB", "saved for backward, MB")] if "saved MB" in found[0] else []
+        more = [*saved, ("peak MB", "peak MB")]
+        lines = []
+        for row in found:
+            if not row["name"].startswith(BARE):
+                floor = f"{row['to_floor']:.2f}x" if row["to_floor"] else ""
+                sizes = ["" if row[key] is None else f"{row[key]:.0f}" for key, _ in more]
+                lines.append([row["name"], f"{row['ms']:.1f}", f"{row['to_best']:.2f}x", floor, *sizes])
+        head = [net, "ms", "against the best SpikingJelly", "against the bare convolutions", *(word for _, word in more)]
+        text += "\n" + rows(head, lines)
+    return text
+
+
+def compared(content: dict[str, Any]) -> str:
+    """A line a net: how much faster than the best of SpikingJelly, contiguous / channels_last."""
+    nets = {net: {row["name"]: row for row in found} for net, found in content["results"].items()}
+    ks = [k for k in (1, 2, 4, 8) if any(f"sj_tac preserve k={k}" in found for found in nets.values())]
+    lines = []
+    for net, found in nets.items():
+        best = next(row for name, row in found.items() if name.startswith("SpikingJelly") and row["to_best"] == 1)
+        cells = [net, f"{best['ms']:.1f}", best["name"].removeprefix("SpikingJelly ")]
+        for name in (f"sj_tac preserve k={k}" for k in ks):
+            both = [f"{found[kind]['to_best']:.2f}x" for kind in (name, name + LAST) if kind in found]
+            cells.append(" / ".join(both))
+        for name in (f"sj_tac collapse k={k}" for k in ks if k > 1):
+            cells.append(f"{found[name]['to_best']:.2f}x" if name in found else "")
+        lines.append(cells)
+    head = ["net", "best SpikingJelly, ms", "which", *(f"preserve k={k}" for k in ks)]
+    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.\n\n"
+    return about + rows([*head, *(f"collapse k={k}" for k in ks if k > 1)], lines)
+
+
+TABLES = {"measured": measured, "compared": compared}
