@@ -15,14 +15,14 @@ from torch import nn
 
 from rewrites.pipeline import check_plain, convert_with, plan, report
 from sj_tac import host
-from sj_tac.errors import PolicyError
+from sj_tac.errors import PolicyError, interrupted
 from sj_tac.support import machine, memory
 from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.matching import Matcher, usual
-from sj_tac.tuning.measure import accuracy, check_labels, firing, labels_of, milliseconds_afresh, scores
+from sj_tac.tuning.measure import accuracy, check_labels, firing, labels_of, medians, milliseconds_afresh, scores
 from sj_tac.tuning.options import Measurement, MeasurementOptions
 from sj_tac.tuning.progress import Bar
 from sj_tac.verdicts import total_macs
@@ -46,7 +46,7 @@ def host_configurations(net: nn.Module, compiled: bool = False) -> dict[str, nn.
 class Row:
     """One net. ``accuracy``: None without labels; ``agreement``: share of the source's predictions that it shares;
     ``firing``: spikes per neuron and step; ``macs``: of the convolutions, per sample; ``ms``: of the first batch, a median;
-    ``speedup``: over the fastest of SpikingJelly's rows."""
+    ``speedup``: over the fastest of SpikingJelly's rows. The last two are None where that was interrupted before."""
 
     name: str
     host: bool
@@ -54,13 +54,17 @@ class Row:
     agreement: float
     firing: float
     macs: int
-    ms: float
-    speedup: float
+    ms: float | None
+    speedup: float | None
 
 
 @dataclass(frozen=True)
 class Bench(Shown):
-    """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture."""
+    """Rows of one model on the same batches. ``print`` shows a table; ``save`` writes JSON and a picture.
+
+    Attributes:
+        interrupted: rows and times that are missing were not measured; times may be of fewer rounds.
+    """
 
     title: str
     rows: tuple[Row, ...]
@@ -68,6 +72,7 @@ class Bench(Shown):
     timed: tuple[int, ...]
     rounds: int
     machine: dict[str, Any]
+    interrupted: bool = False
 
     def __getitem__(self, name: str) -> Row:
         """The row of that name. Raises KeyError."""
@@ -85,7 +90,12 @@ class Bench(Shown):
             f"Agreement: same prediction as {SOURCE}. Speed-up: over the fastest SpikingJelly row; medians of {self.rounds} "
             f"rounds in turns or more, input {list(self.timed)}. Memory mode: {self.machine.get('memory', memory.DEFAULT)}."
         )
-        table = Table(title=self.title, title_justify="left", caption=about, caption_justify="left")
+        table = Table(
+            title=self.title + (" (interrupted)" if self.interrupted else ""),
+            title_justify="left",
+            caption=about,
+            caption_justify="left",
+        )
         table.add_column("net")
         for column in ("accuracy %", "agreement %", "firing rate", "conv MACs/sample", "ms/batch", "speed-up"):
             table.add_column(column, justify="right")
@@ -96,8 +106,8 @@ class Bench(Shown):
                 f"{100 * r.agreement:.1f}",
                 f"{r.firing:.3f}",
                 f"{r.macs / 1e6:.1f} M",
-                f"{r.ms:.1f}",
-                f"{r.speedup:.2f}x",
+                "-" if r.ms is None else f"{r.ms:.1f}",
+                "-" if r.speedup is None else f"{r.speedup:.2f}x",
             )
         return table
 
@@ -128,7 +138,8 @@ def bench(
 
     Raises:
         BatchError: batches that cannot be used, or labels that are none of the output's classes. PolicyError: two rows
-            of one name. Otherwise as ``sj_tac.convert``.
+            of one name. MeasurementInterrupted: a KeyboardInterrupt, with the rows that were finished until then.
+            Otherwise as ``sj_tac.convert``.
     """
     how = Measurement.read("bench", 9, options)
     check_plain(model)
@@ -149,33 +160,50 @@ def bench(
     truth = labels_of(held, "accuracy") if held[0].labels is not None else None
     said: dict[str, torch.Tensor] = {}
     rates: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}
+    stopped = False
     with Bar("bench", len(nets) + 1, how.progress) as bar:
-        for name, net in nets.items():
-            given = scores(net, held, how.decode, how.seed)
-            if truth is not None:
-                check_labels(truth, given.shape[1])
-            said[name] = given.argmax(1)
-            # Compiled code has no modules to watch; it is the source's.
-            rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
-            bar.step(name)
-        taken = milliseconds_afresh(make, held[0].given, how.rounds, SOURCE)
-    best = min(taken[name] for name in hosts)
-    measured = tuple(
-        Row(
-            name=name,
-            host=name in hosts,
-            accuracy=None if truth is None else accuracy(said[name], truth),
-            agreement=accuracy(said[name], said[SOURCE]),
-            firing=rates[name],
-            macs=before if name in hosts else total_macs(report(net).verdicts)[1],
-            ms=taken[name],
-            speedup=best / taken[name],
-        )
-        for name, net in nets.items()
+        try:
+            for name, net in nets.items():
+                given = scores(net, held, how.decode, how.seed)
+                if truth is not None:
+                    check_labels(truth, given.shape[1])
+                said[name] = given.argmax(1)
+                # Compiled code has no modules to watch; it is the source's.
+                rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held)
+                bar.step(name)
+            milliseconds_afresh(make, held[0].given, how.rounds, SOURCE, seconds)
+        except KeyboardInterrupt:
+            if not rates:
+                raise interrupted("bench was interrupted before a row was finished") from None
+            stopped = True
+    taken = medians(seconds)
+    best = min((taken[name] for name in hosts if name in taken), default=0.0)
+    found = Bench(
+        title=title or type(model).__name__,
+        rows=tuple(
+            Row(
+                name=name,
+                host=name in hosts,
+                accuracy=None if truth is None else accuracy(said[name], truth),
+                agreement=accuracy(said[name], said[SOURCE]),
+                firing=rates[name],
+                macs=before if name in hosts else total_macs(report(nets[name]).verdicts)[1],
+                ms=taken.get(name),
+                speedup=best / taken[name] if name in taken else None,
+            )
+            for name in rates
+        ),
+        samples=sum(batch.samples for batch in held),
+        timed=tuple(held[0].frames.shape),
+        rounds=how.rounds,
+        machine=machine.describe(),
+        interrupted=stopped,
     )
-    samples = sum(batch.samples for batch in held)
-    shape = tuple(held[0].frames.shape)
-    return Bench(title or type(model).__name__, measured, samples, shape, how.rounds, machine.describe())
+    if stopped:
+        times = "their times are of fewer rounds" if taken else "none of them is timed"
+        raise interrupted(f"bench was interrupted after {len(rates)} of {len(nets)} rows; {times}", found)
+    return found
 
 
 def _named_rows(policies: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, tuple[Any, int]]]:

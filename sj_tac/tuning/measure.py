@@ -149,26 +149,34 @@ def milliseconds(nets: Mapping[str, nn.Module], frames: Tensor, rounds: int) -> 
     In its turn every net runs twice, and the second run counts: in use a net follows itself, not another that just filled
     the caches. Short runs get more rounds, up to five times as many, until half a second has been measured.
     """
-    return _medians(_seconds(nets, frames, rounds, 0.5, ""))
+    return medians(_seconds(nets, frames, rounds, 0.5, ""))
 
 
 def milliseconds_afresh(
-    make: Mapping[str, Callable[[], nn.Module]], frames: Tensor, rounds: int, slow: str
+    make: Mapping[str, Callable[[], nn.Module]],
+    frames: Tensor,
+    rounds: int,
+    slow: str,
+    seconds: dict[str, list[float]] | None = None,
 ) -> dict[str, float]:
     """``milliseconds`` of nets made ``INSTANCES`` times: where weights and buffers come to lie changes a small net's time.
 
     The net named ``slow`` has ``rounds`` rounds; short runs of the others get more, until some seconds have been measured.
+
+    Args:
+        seconds: filled with what was measured, all nets at a time, for who is interrupted.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in make}
+    seconds = {} if seconds is None else seconds
     instances = min(INSTANCES, rounds)
     for _ in range(instances):
         nets = {name: build() for name, build in make.items()}
-        for name, taken in _seconds(nets, frames, -(-rounds // instances), 1.0, slow).items():
-            seconds[name] += taken
-    return _medians(seconds)
+        taken = _seconds(nets, frames, -(-rounds // instances), 1.0, slow)
+        seconds.update({name: seconds.get(name, []) + more for name, more in taken.items()})
+    return medians(seconds)
 
 
-def _medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Milliseconds by name, of seconds."""
     return {name: 1e3 * statistics.median(taken) for name, taken in seconds.items()}
 
 
