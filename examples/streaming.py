@@ -36,6 +36,8 @@ import sj_tac
 
 KS = (1, 2, 4, 8, 16)
 PERCENTILES = (50, 95, 99)
+# matplotlib's backends that draw into files alone.
+HEADLESS = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,11 @@ def told(found: Streamed, steps: int, chunk: int, k: int, count: int) -> str:
 
 
 class Plot:
-    """Votes of one recording as they come, and the milliseconds of the calls. Raises ImportError without matplotlib."""
+    """Votes of one recording as they come, and the milliseconds of the calls. Raises ImportError without matplotlib.
+
+    Attributes:
+        live: it is shown as it comes, which needs a backend that opens windows. backend: matplotlib's.
+    """
 
     def __init__(self, live: bool) -> None:
         import matplotlib
@@ -231,7 +237,8 @@ class Plot:
             matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        self.pyplot, self.live = pyplot, live
+        self.pyplot, self.backend = pyplot, pyplot.get_backend().lower()
+        self.live = live and self.backend not in HEADLESS
         self.figure, (self.votes, self.times) = pyplot.subplots(1, 2, figsize=(10, 3.6))
 
     def follow(self, net: nn.Module, frames: Tensor, chunk: int, frame_ms: float) -> None:
@@ -317,6 +324,11 @@ def main() -> None:
     except ImportError as error:
         console.print(f"No plot: {error}")
         return
+    if args.live and not plot.live:
+        console.print(
+            f"No window: matplotlib's backend here is {plot.backend}, which draws into files alone. With a display and a "
+            "window toolkit (pip install PyQt6) the recording is shown as it comes."
+        )
     plot.follow(net, data.frames[:, :1], chunk, data.frame_ms)
     plot.save(found, args.png)
     console.print(f"Plot: {args.png}")

@@ -58,6 +58,22 @@ class SearchInterrupted(KeyboardInterrupt):
     evidence: Any = None
 
 
+class MeasurementInterrupted(KeyboardInterrupt):
+    """A measurement was interrupted. ``found``: what it would have returned, of what was finished; None where nothing was.
+
+    Of ``match``: the net keeps the best correction until then, and ``found`` says which; else the net is as it was.
+    """
+
+    found: Any = None
+
+
+def interrupted(sentence: str, found: Any = None) -> MeasurementInterrupted:
+    """A ``MeasurementInterrupted`` with what was finished."""
+    error = MeasurementInterrupted(sentence)
+    error.found = found
+    return error
+
+
 class WriteError(SjTacError, OSError):
     """A file could not be written; what stood at its path before still does. ``policy``: what a search had found by then."""
 

@@ -48,7 +48,8 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
     The file has the net's state_dict, key by key (aggregation weights that are learned among them), its policy as it now is,
     and what was calibrated: the corrections of ``match`` and ``recalibrate`` with what was there before, and frozen
     BatchNorms. It has no voltages, no optimizer and no evidence of a search: as with any state_dict, reset the net. Tied
-    tensors are written once, memory formats are kept. The same net gives the same bytes.
+    tensors are written once, memory formats are kept. The same net gives the same bytes. A checksum of the tensors
+    is written, too, which ``load`` compares.
 
     Args:
         net: a converted net, or one that was written by hand with ``TAC`` and ``TACTP``.
@@ -89,8 +90,11 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
         matched="" if record is None else record.matched,
         notes=[] if record is None else list(record.notes),
     )
-    text = json.dumps(manifest.model_dump(), sort_keys=True)
-    archive.write(path, archive.Content({k: t for k, t in tensors.items() if k not in tied}, more, text))
+
+    def text(checksum: str) -> str:
+        return json.dumps(manifest.model_dump() | {"checksum": checksum}, sort_keys=True)
+
+    archive.write(path, {k: t for k, t in tensors.items() if k not in tied}, more, text)
 
 
 def load(
@@ -119,8 +123,8 @@ def load(
         The net, in the model's training mode, at rest.
 
     Raises:
-        CheckpointError: a file that is cut off, damaged, not of ``sj_tac.save``, or of a newer version; or a model of other
-            keys, shapes, dtypes, shared tensors or constants (v_threshold, stride ...).
+        CheckpointError: a file that is cut off, damaged (in a single bit of a tensor, too), not of ``sj_tac.save``, or of
+            a newer version; or a model of other keys, shapes, dtypes, shared tensors or constants (v_threshold, stride ...).
         ModelTypeError: ``model`` is no ``torch.nn.Module``.
         TraceError: as ``sj_tac.convert``.
         PolicyError: as ``sj_tac.convert``.
@@ -130,6 +134,7 @@ def load(
     refuse_unknown("load", options, LoadOptions.__annotations__)
     content = archive.read(path)
     manifest = parse(path, content.text)
+    _check_sum(path, manifest, content)
     target = _prepared(path, manifest, model, example_input, backend, options.get("inplace", False))
     with _as_it_was(target, target is model and manifest.policy is not None):
         state = _state(path, manifest, content, target, options.get("cast", False))
@@ -156,6 +161,15 @@ def load(
     _calibrate(target, manifest, corrected)
     device = options.get("device")
     return target if device is None else target.to(device)
+
+
+def _check_sum(path: Any, manifest: Manifest, content: archive.Content) -> None:
+    """Raise CheckpointError where the tensors are not those that were written; format 1 cannot say."""
+    if manifest.checksum and archive.checksum(content.state, content.more) != manifest.checksum:
+        raise CheckpointError(
+            f"{path} is damaged: its tensors are not those that were written (their checksum is another one); copy the file "
+            "again, or save the net again"
+        )
 
 
 def _record(net: Any, action: str) -> Record | None:

@@ -11,11 +11,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-import yaml
-from spikingjelly.activation_based import functional
 
 import sj_tac
-from sj_tac import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

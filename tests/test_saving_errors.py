@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import sj_tac
 from sj_tac.errors import CheckpointError, ConversionError, ModelTypeError, WriteError
+from sj_tac.support import archive
 
 FRAMES = frames(8, 3, 2, 8, 8)
 NET = csnn()
@@ -70,6 +71,50 @@ def test_a_file_that_is_cut_off_anywhere(saved, name):
     refused(path, str(path))
 
 
+@pytest.mark.parametrize("name", ["net.safetensors", "net.pt"])
+def test_a_bit_that_flipped_in_a_tensor_is_noticed(saved, name):
+    """One bit of any tensor, those of the corrections among them; no other check sees it."""
+    content = archive.read(saved / name)
+    whole = (saved / name).read_bytes()
+    assert sj_tac.load(saved / name, csnn_again()) is not None
+    path = saved / f"flipped{name[3:]}"
+    flipped = []
+    for key, tensor in (*content.state.items(), *content.more.items()):
+        held = tensor.numpy().tobytes()
+        if whole.count(held) != 1:  # what is written twice, or a number that is found anywhere
+            continue
+        at = whole.index(held) + len(held) // 2
+        flipped.append(key)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match="is damaged: its tensors are not those that were written"):
+            sj_tac.load(path, csnn_again())
+    assert {"0.weight", "8.bias", "before:1:running_mean"} <= set(flipped)
+    refused(path, str(path))
+
+
+def test_the_checksum_is_of_names_dtypes_shapes_and_bytes():
+    a, b = torch.arange(6.0), torch.zeros(2, dtype=torch.int32)
+    expected = archive.checksum({"a": a, "b": b}, {})
+    assert archive.checksum({"b": b, "a": a.clone()}, {}) == expected
+    others = [
+        ({"b": a, "a": b}, {}), ({"a": a.view(2, 3), "b": b}, {}), ({"a": a, "b": b.float()}, {}), ({"a": a}, {"b": b}),
+        ({"a": a + 1, "b": b}, {}), ({"a": a}, {}),
+    ]  # fmt: skip
+    assert len({archive.checksum(*other) for other in others} | {expected}) == 7
+    # Whatever a state_dict may hold has bytes.
+    odd = {"0": torch.tensor(3), "e": torch.zeros(0, 2), "b": torch.ones(2).bool(), "h": torch.ones(2).bfloat16()}
+    odd["c"] = torch.tensor([1 + 2j]).conj()
+    assert archive.checksum(odd, {}) != archive.checksum(odd | {"c": torch.tensor([1 + 2j])}, {})
+
+
+def test_a_file_of_format_1_has_no_checksum_and_loads(saved):
+    path = saved / "net.safetensors"
+    good = description(path)
+    assert good["checksum"].startswith("sha256:")
+    with_description(path, **({k: v for k, v in good.items() if k != "checksum"} | {"format": 1}))
+    assert sj_tac.load(path, csnn_again()) is not None
+
+
 class Evil:
     def __reduce__(self):
         import os
@@ -102,10 +147,10 @@ def test_foreign_files(saved, monkeypatch):
 def test_what_the_file_says_of_itself(saved):
     path = saved / "net.safetensors"
     good = description(path)
-    with_description(path, **(good | {"format": 2, "versions": {"sj_tac": "9.9"}}))
-    refused(path, "of format 2, written by sj_tac 9.9; this is sj_tac .* pip install --upgrade")
-    with_description(path, format=3, what="nobody knows yet")
-    refused(path, "of format 3")
+    with_description(path, **(good | {"format": 3, "versions": {"sj_tac": "9.9"}}))
+    refused(path, "of format 3, written by sj_tac 9.9; this is sj_tac .* pip install --upgrade")
+    with_description(path, format=4, what="nobody knows yet")
+    refused(path, "of format 4")
     for changes, words in (
         ({"format": "1"}, "wrong at 'format'"),
         ({"more": 1}, "wrong at 'more'"),

@@ -9,7 +9,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +24,7 @@ from rich.table import Table
 import sj_tac
 from sj_tac.cli import named
 from sj_tac.cli.named import UsageError
-from sj_tac.errors import ConversionError, SearchError, SearchInterrupted, SjTacError
+from sj_tac.errors import ConversionError, MeasurementInterrupted, SearchError, SearchInterrupted, SjTacError
 
 app = typer.Typer(
     name="sj-tac",
@@ -91,6 +94,26 @@ def _write_html(found: Any, path: Path | None) -> None:
     if path is not None:
         found.to_html(path)
         print(f"Written: {path}", file=sys.stderr)
+
+
+@contextmanager
+def _what_there_is(as_json: bool, save: Callable[[Any], object] | None = None) -> Iterator[None]:
+    """Write and show what an interrupted measurement has finished, name it, and end with 130."""
+    try:
+        yield
+    except MeasurementInterrupted as stopped:
+        if stopped.found is not None:
+            if save is not None:
+                save(stopped.found)
+            _show(stopped.found, as_json)
+        print(f"sj-tac: {stopped}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _saved(found: Any, out: Path | None) -> None:
+    if out is not None:
+        found.save(out)
+        print(f"Written: {out}", file=sys.stderr)
 
 
 def _example(held: list[Any] | None, net: Any) -> Any:
@@ -179,7 +202,8 @@ def match(
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
     fast = sj_tac.convert(net, policy, k, example_input=_example(held, net))
-    found = sj_tac.match(fast, held, method=method, seed=seed)
+    with _what_there_is(as_json, lambda found: None if out is None else _write(fast, out)):
+        found = sj_tac.match(fast, held, method=method, seed=seed)
     assert found is not None
     if out is not None:
         _write(fast, out)
@@ -203,7 +227,8 @@ def diagnose(
     net = None if model is None else load.model(model, checkpoint)
     try:
         held = load.batches(data, batch_size, batch_first, net)
-        found = sj_tac.diagnose(held, net, level=level, margin=margin, seed=seed)
+        with _what_there_is(as_json):
+            found = sj_tac.diagnose(held, net, level=level, margin=margin, seed=seed)
     except ValueError as error:
         raise error if isinstance(error, SjTacError) else UsageError(str(error)) from error
     _show(found, as_json)
@@ -228,9 +253,9 @@ def sensitivity(
     load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
-    found = sj_tac.sensitivity(net, held, ks, modes, layers=layers, rounds=rounds, seed=seed)
-    if out is not None:
-        found.save(out)
+    with _what_there_is(as_json, partial(_saved, out=out)):
+        found = sj_tac.sensitivity(net, held, ks, modes, layers=layers, rounds=rounds, seed=seed)
+    _saved(found, out)
     _show(found, as_json)
 
 
@@ -324,11 +349,11 @@ def bench(
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
     by = load.batches(match, batch_size, batch_first, net) if match else None
-    found = sj_tac.bench(
-        net, held, policies, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed, match=by
-    )
-    if out is not None:
-        found.save(out)
+    with _what_there_is(as_json, partial(_saved, out=out)):
+        found = sj_tac.bench(
+            net, held, policies, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed, match=by
+        )
+    _saved(found, out)
     _show(found, as_json)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +30,29 @@ class Content(NamedTuple):
     text: str
 
 
-def write(path: str | os.PathLike[str], content: Content) -> None:
+def checksum(state: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> str:
+    """SHA-256 of plain tensors: names, dtypes, shapes and every byte, in the order of names."""
+    found = hashlib.sha256()
+    for kind, tensors in (("state_dict", state), ("more", more)):
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            found.update(repr((kind, name, str(tensor.dtype), list(tensor.shape))).encode())
+            found.update(_bytes_of(tensor))
+    return f"sha256:{found.hexdigest()}"
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """What a tensor holds, as memory that hashlib reads without a copy."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def write(
+    path: str | os.PathLike[str], state: Mapping[str, Tensor], more: Mapping[str, Tensor], text: Callable[[str], str]
+) -> None:
     """Write all or nothing; the suffix says which kind of file. Twice the same content gives the same bytes.
+
+    Args:
+        state, more, text: as in ``Content``; the text is made of the tensors' ``checksum``.
 
     Raises:
         CheckpointError: another suffix, or a tensor that cannot be written. WriteError: the system could not write it.
@@ -41,7 +63,8 @@ def write(path: str | os.PathLike[str], content: Content) -> None:
             f"{path}: the suffix says what is written: {', '.join(SAFETENSORS)} (safetensors), or {', '.join(TORCH)} "
             "(read by torch.load with weights_only=True)"
         )
-    content = Content(_plain(content.state, path), _plain(content.more, path), content.text)
+    state, more = _plain(state, path), _plain(more, path)
+    content = Content(state, more, text(checksum(state, more)))
     made = _safetensors(content, path) if suffix in SAFETENSORS else _torch(content)
     write_whole(path, lambda draft: draft.write_bytes(made))
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from sj_tac.errors import CheckpointError
 
 # Of what is written. One that is newer is not read.
-FORMAT = 1
+FORMAT = 2
 
 
 class Corrected(BaseModel):
@@ -31,6 +31,7 @@ class Manifest(BaseModel):
         layers: what every converted layer does; constants: what the class fixed, by module; None of a net by hand: policy.
         tied: keys of tensors that are another key's, and whether they are the same object; strides: where not the usual.
         extra: values of the state_dict that are no tensors; local: the state_dict's metadata, by module.
+        checksum: of the tensors, as ``archive.checksum``; empty in files of format 1.
         frozen, moved: BatchNorms; corrected, matched: what ``match`` and ``recalibrate`` wrote; notes: of the report.
     """
 
@@ -52,6 +53,7 @@ class Manifest(BaseModel):
     corrected: dict[str, Corrected]
     matched: str
     notes: list[str]
+    checksum: str = ""
 
 
 def parse(path: Any, text: str) -> Manifest:

@@ -17,7 +17,7 @@ from torch import nn
 
 from rewrites.pipeline import check_plain, convert_with, plan, report
 from sj_tac import host
-from sj_tac.errors import PolicyError
+from sj_tac.errors import PolicyError, interrupted
 from sj_tac.support import machine, memory
 from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
@@ -48,7 +48,7 @@ def host_configurations(net: nn.Module, compiled: bool = False) -> dict[str, nn.
 class Row:
     """One net. ``accuracy``: None without labels; ``agreement``: share of the source's predictions that it shares;
     ``macs``: of the convolutions, per sample. Of the first batch alone: ``firing``, spikes per neuron and step; ``ms``, a
-    median; ``speedup``, over the fastest of SpikingJelly's rows."""
+    median; ``speedup``, over the fastest of SpikingJelly's rows. The last two are None where that was interrupted before."""
 
     name: str
     host: bool
@@ -56,8 +56,8 @@ class Row:
     agreement: float
     firing: float
     macs: int
-    ms: float
-    speedup: float
+    ms: float | None
+    speedup: float | None
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Bench(Shown):
         timed: shape of the batch that was timed.
         rounds: timed rounds, all nets in turns.
         machine: what it ran on.
+        interrupted: rows and times that are missing were not measured; times may be of fewer rounds.
     """
 
     title: str
@@ -79,6 +80,7 @@ class Bench(Shown):
     timed: tuple[int, ...]
     rounds: int
     machine: dict[str, Any]
+    interrupted: bool = False
 
     def __getitem__(self, name: str) -> Row:
         """The row of that name. Raises KeyError."""
@@ -101,7 +103,12 @@ class Bench(Shown):
             f"Agreement: same prediction as {SOURCE}. Speed-up: over the fastest SpikingJelly row; medians of {self.rounds} "
             f"rounds in turns or more, input {list(self.timed)}. Memory mode: {self.machine.get('memory', memory.DEFAULT)}."
         )
-        table = Table(title=self.title, title_justify="left", caption=about, caption_justify="left")
+        table = Table(
+            title=self.title + (" (interrupted)" if self.interrupted else ""),
+            title_justify="left",
+            caption=about,
+            caption_justify="left",
+        )
         table.add_column("net")
         for column in ("accuracy %", "agreement %", "firing rate", "conv MACs/sample", "ms/batch", "speed-up"):
             table.add_column(column, justify="right")
@@ -112,8 +119,8 @@ class Bench(Shown):
                 f"{100 * r.agreement:.1f}",
                 f"{r.firing:.3f}",
                 f"{r.macs / 1e6:.1f} M",
-                f"{r.ms:.1f}",
-                f"{r.speedup:.2f}x",
+                "-" if r.ms is None else f"{r.ms:.1f}",
+                "-" if r.speedup is None else f"{r.speedup:.2f}x",
             )
         return table
 
@@ -153,6 +160,7 @@ def bench(
     Raises:
         BatchError: batches that cannot be used, or labels that are none of the output's classes.
         PolicyError: two rows of one name, or a time_limit that is not positive. Otherwise as ``sj_tac.convert``.
+        MeasurementInterrupted: a KeyboardInterrupt, with the rows that were finished until then.
     """
     begun = time.monotonic()
     how = Measurement.read("bench", 9, options)
@@ -176,38 +184,51 @@ def bench(
     truth = labels_of(held, "accuracy") if held[0].labels is not None else None
     said: dict[str, torch.Tensor] = {}
     rates: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}
+    stopped = False
     with Bar("bench", len(nets) + 1, how.progress) as bar:
-        for name, net in nets.items():
-            given = scores(net, held, how.decode, how.seed)
-            if truth is not None:
-                check_labels(truth, given.shape[1])
-            said[name] = given.argmax(1)
-            # Compiled code has no modules to watch; it is the source's.
-            rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held[:1])
-            bar.step(name)
-        seconds = seconds_afresh(
-            make, held[0].given, how.rounds, SOURCE, math.inf if time_limit is None else begun + time_limit
-        )
+        try:
+            for name, net in nets.items():
+                given = scores(net, held, how.decode, how.seed)
+                if truth is not None:
+                    check_labels(truth, given.shape[1])
+                said[name] = given.argmax(1)
+                # Compiled code has no modules to watch; it is the source's.
+                rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held[:1])
+                bar.step(name)
+            until = math.inf if time_limit is None else begun + time_limit
+            seconds_afresh(make, held[0].given, how.rounds, SOURCE, until=until, seconds=seconds)
+        except KeyboardInterrupt:
+            if not rates:
+                raise interrupted("bench was interrupted before a row was finished") from None
+            stopped = True
     taken = medians(seconds)
-    best = min(taken[name] for name in hosts)
-    measured = tuple(
-        Row(
-            name=name,
-            host=name in hosts,
-            accuracy=None if truth is None else accuracy(said[name], truth),
-            agreement=accuracy(said[name], said[SOURCE]),
-            firing=rates[name],
-            macs=before if name in hosts else total_macs(report(net).verdicts)[1],
-            ms=taken[name],
-            speedup=best / taken[name],
-        )
-        for name, net in nets.items()
+    best = min((taken[name] for name in hosts if name in taken), default=0.0)
+    found = Bench(
+        title=title or type(model).__name__,
+        rows=tuple(
+            Row(
+                name=name,
+                host=name in hosts,
+                accuracy=None if truth is None else accuracy(said[name], truth),
+                agreement=accuracy(said[name], said[SOURCE]),
+                firing=rates[name],
+                macs=before if name in hosts else total_macs(report(nets[name]).verdicts)[1],
+                ms=taken.get(name),
+                speedup=best / taken[name] if name in taken else None,
+            )
+            for name in rates
+        ),
+        samples=sum(batch.samples for batch in held),
+        timed=tuple(held[0].frames.shape),
+        rounds=min(map(len, seconds.values()), default=0),
+        machine=machine.describe(),
+        interrupted=stopped,
     )
-    samples = sum(batch.samples for batch in held)
-    shape = tuple(held[0].frames.shape)
-    return Bench(
-        title or type(model).__name__, measured, samples, shape, min(map(len, seconds.values())), machine.describe()
-    )
+    if stopped:
+        times = "their times are of fewer rounds" if taken else "none of them is timed"
+        raise interrupted(f"bench was interrupted after {len(rates)} of {len(nets)} rows; {times}", found)
+    return found
 
 
 def _named_rows(policies: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, tuple[Any, int]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import BatchError, ModelTypeError
+from sj_tac.errors import BatchError, ModelTypeError, interrupted
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, read
 from sj_tac.tuning.measure import Decode, is_scores, run_batch
@@ -52,6 +52,7 @@ class Diagnosis(Shown):
             tell, it is what decides.
         layers: the same for the input of every convolution, where a model was given. Neurons remember, so spikes deep in a
             net nearly always have an order; it is the input's verdict that counts.
+        interrupted: batches that were to come were not seen.
     """
 
     verdict: Outcome
@@ -69,9 +70,11 @@ class Diagnosis(Shown):
     reasons: tuple[str, ...]
     layers: dict[str, Diagnosis] = field(default_factory=dict)
     reordered: Reordered | None = None
+    interrupted: bool = False
 
     def __rich__(self) -> Group | Table:
-        table = Table(title=f"Time in {self.samples} samples of T = {self.steps}: {self.verdict}", title_justify="left")
+        seen = f"{self.samples} samples of T = {self.steps}{', interrupted' if self.interrupted else ''}"
+        table = Table(title=f"Time in {seen}: {self.verdict}", title_justify="left")
         for column in ("input of", "verdict", "ratio", "effect", "p", "samples with order", "k"):
             table.add_column(column, justify="left" if column in ("input of", "verdict") else "right")
         for name, found in {"the net": self, **self.layers}.items():
@@ -121,6 +124,7 @@ def diagnose(
             polarities would be taken for samples; labels that are none of the output's classes.
         ValueError: a level, margin or number of permutations out of range.
         ModelTypeError: ``model`` is none.
+        MeasurementInterrupted: a KeyboardInterrupt, with what the batches until then say.
     """
     if not 0 < level < 1 or margin <= 0 or permutations < 19:
         raise ValueError(
@@ -128,27 +132,64 @@ def diagnose(
         )
     if model is not None and not isinstance(model, nn.Module):
         raise ModelTypeError(f"diagnose: a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
-    whole, layers, steps = Ordering(permutations, level, seed), dict[str, Ordering](), 0
+    whole = _Seen(Ordering(permutations, level, seed), Reordering(decode, seed))
+    stopped = False
+    try:
+        for number, batch in enumerate(read(batches, model)):
+            # A batch counts as a whole or not at all: the next one is added to a copy.
+            more = whole.copy()
+            more.add(batch, model, number)
+            whole = more
+    except KeyboardInterrupt:
+        if not whole.batches:
+            raise interrupted("diagnose was interrupted before a batch was seen") from None
+        stopped = True
+    layers = {name: _judged(order, whole.steps, margin, {}) for name, order in whole.layers.items()}
+    found = _judged(whole.order, whole.steps, margin, layers)
+    found = found if not whole.reordering.labels else _decided(found, whole.reordering.result(level, margin))
+    if stopped:
+        said = f"diagnose was interrupted after {whole.batches} batches, {whole.order.samples} samples"
+        raise interrupted(said, replace(found, interrupted=True))
+    return found
 
-    def layer(name: str, frames: Tensor) -> None:
-        # Every layer has re-orderings of its own, whatever other layers there are.
-        if name not in layers:
-            layers[name] = Ordering(permutations, level, seed ^ zlib.crc32(name.encode()))
-        layers[name].add(frames)
 
-    reordering = Reordering(decode, seed)
-    for number, batch in enumerate(read(batches, model)):
-        steps = batch.steps
+@dataclass
+class _Seen:
+    """What was seen of the batches so far: the frames, the inputs of convolutions, what the model says in other orders."""
+
+    order: Ordering
+    reordering: Reordering
+    layers: dict[str, Ordering] = field(default_factory=dict)
+    steps: int = 0
+    batches: int = 0
+
+    def copy(self) -> _Seen:
+        """The same, to be added to."""
+        return replace(self, order=self.order.copy(), reordering=self.reordering.copy(), layers=_copies(self.layers))
+
+    def add(self, batch: Batch, model: nn.Module | None, number: int) -> None:
+        """One batch. Raises BatchError."""
+        self.steps = batch.steps
         if model is None:
             _refuse_recording(batch)
-        whole.add(batch.frames)
+        self.order.add(batch.frames)
         if model is not None:
-            with host.looked_at(model), _inputs(model, steps, batch.samples, layer):
+            with host.looked_at(model), _inputs(model, batch.steps, batch.samples, self._layer):
                 output = run_batch(model, batch.on(model), number)
-            if batch.labels is not None and (decode is not None or is_scores(output, batch)):
-                reordering.add(model, batch.on(model), number)
-    found = _judged(whole, steps, margin, {name: _judged(found, steps, margin, {}) for name, found in layers.items()})
-    return found if not reordering.labels else _decided(found, reordering.result(level, margin))
+            if batch.labels is not None and (self.reordering.decode is not None or is_scores(output, batch)):
+                self.reordering.add(model, batch.on(model), number)
+        self.batches += 1
+
+    def _layer(self, name: str, frames: Tensor) -> None:
+        # Every layer has re-orderings of its own, whatever other layers there are.
+        if name not in self.layers:
+            own = self.reordering.seed ^ zlib.crc32(name.encode())
+            self.layers[name] = Ordering(self.order.permutations, self.order.level, own)
+        self.layers[name].add(frames)
+
+
+def _copies(orders: Mapping[str, Ordering]) -> dict[str, Ordering]:
+    return {name: order.copy() for name, order in orders.items()}
 
 
 def _decided(found: Diagnosis, by: Reordered) -> Diagnosis:

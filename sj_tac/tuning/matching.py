@@ -15,7 +15,7 @@ from torch import nn
 from rewrites.corrections import MATCH, RECALIBRATE, Correction, is_as_made, loaded_matched, take_back
 from rewrites.pipeline import Record, at_k_1, record_of
 from sj_tac import host
-from sj_tac.errors import BatchError, ConversionError, PolicyError, refuse_unknown
+from sj_tac.errors import BatchError, ConversionError, MeasurementInterrupted, PolicyError, interrupted, refuse_unknown
 from sj_tac.policy import nearest
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Norm
@@ -57,6 +57,7 @@ class Match(Shown):
         fitted: how many samples it was fitted on.
         held_out: how many samples it was compared on.
         seconds: of the whole call.
+        interrupted: not all methods were tried.
     """
 
     method: str
@@ -67,6 +68,7 @@ class Match(Shown):
     fitted: int
     held_out: int
     seconds: float
+    interrupted: bool = False
 
     @property
     def before(self) -> Candidate:
@@ -100,7 +102,26 @@ class Match(Shown):
     def _words(self) -> str:
         tried = [f"{c.method}: {c.words}" for c in self.candidates]
         left = [f"{name} keeps its rate: {why}" for name, why in self.skipped.items()]
-        return "\n".join([*tried, *left])
+        stopped = ["interrupted: not all methods were tried"] if self.interrupted else []
+        return "\n".join([*tried, *left, *stopped])
+
+
+@dataclass
+class _Tried:
+    """What methods made of one net: values written, nets compared, neurons skipped; by the name of the method."""
+
+    fits: dict[str, Any]
+    compared: dict[str, Any]
+    skipped: dict[str, Mapping[str, str]]
+
+    @property
+    def best(self) -> str:
+        """The method whose outputs are nearest to the source's; of equals, "none"."""
+        return _nearest(self.compared)
+
+
+def _nearest(tried: Mapping[str, tuple[Candidate, Any]]) -> str:
+    return min((c for c, _ in tried.values()), key=lambda c: (c.distance, c.method != NONE)).method
 
 
 class Matcher:
@@ -132,58 +153,83 @@ class Matcher:
             self.known.append(((places, rates), found))
         return found
 
-    def __call__(self, converted: nn.Module, methods: Sequence[str], tick: Any = lambda what: None, steps: int = 0) -> Match:
-        """Correct a net in place; ``steps`` of distilling come last. Raises BatchError; the net is then as it was."""
+    def __call__(
+        self,
+        converted: nn.Module,
+        methods: Sequence[str],
+        tick: Any = lambda what: None,
+        steps: int = 0,
+        keeps: bool = False,
+    ) -> Match:
+        """Correct a net in place; ``steps`` of distilling come last.
+
+        Args:
+            keeps: where it is interrupted, keep the best method until then, if one was compared.
+
+        Raises:
+            BatchError: the net is then as it was. MeasurementInterrupted: where ``keeps``.
+        """
         begun = time.monotonic()
         record = record_of(converted, "match")
         _refuse_others(converted, record)
         places = Places.of(converted, record.plan)
         aim = self.aim(places, rates=any(METHODS[method][1] for method in methods))
+        stopped = False
         with _all_or_nothing(converted, record, places):
             take_back(converted, record.corrected, [*record.corrected])
             plain = places.take(converted)
-            skipped: dict[str, Mapping[str, str]] = {NONE: {}}
-            fits = {NONE: plain}
-            tried = {NONE: self.compared(NONE, converted)}
-            tick(NONE)
-            for method in methods:
-                put_all(converted, plain)
-                fit = Fit(converted, places, aim, moments=METHODS[method][0], rates=METHODS[method][1])
-                fit(self.fitted, self.seed)
-                fits[method], skipped[method] = places.take(converted), fit.skipped
-                tried[method] = self.compared(method, converted)
-                tick(method)
-            best = _nearest(tried)
-            put_all(converted, fits[best])
-            if steps:
-                distil(
-                    converted, self.source, places, self.fitted, steps=steps, seed=self.seed, decode=self.decode, tick=tick
-                )
-                fits[DISTILLED], tried[DISTILLED] = places.take(converted), self.compared(DISTILLED, converted)
-                skipped[DISTILLED], best = skipped[best], _nearest(tried)
-                put_all(converted, fits[best])
+            tried = _Tried({NONE: plain}, {}, {NONE: {}})
+            try:
+                self._try(converted, places, aim, methods, tried, tick)
+                if steps:
+                    self._distil(converted, places, tried, steps, tick)
+            except KeyboardInterrupt:
+                if not keeps or len(tried.compared) < 2:
+                    raise
+                stopped = True
+            best = tried.best
+            put_all(converted, tried.fits[best])
         for name in plain:
-            if any(not torch.equal(plain[name][key], value) for key, value in fits[best][name].items()):
+            if any(not torch.equal(plain[name][key], value) for key, value in tried.fits[best][name].items()):
                 role: Any = converted.get_submodule(name)._tac
                 moved = isinstance(role, Norm) and role.moved
-                record.corrected[name] = Correction(MATCH, plain[name], fits[best][name], moved)
+                record.corrected[name] = Correction(MATCH, plain[name], tried.fits[best][name], moved)
                 role.matched = role.fits
         made = Match(
             method=best,
-            candidates=tuple(candidate for candidate, _ in tried.values()),
-            layers=self.compared.rates_of(tried[NONE][1], tried[best][1]),
+            candidates=tuple(candidate for candidate, _ in tried.compared.values()),
+            layers=self.compared.rates_of(tried.compared[NONE][1], tried.compared[best][1]),
             corrected=tuple(record.corrected),
-            skipped=skipped[best],
+            skipped=tried.skipped[best],
             fitted=self.fitted.samples,
             held_out=self.compared.samples,
             seconds=time.monotonic() - begun,
+            interrupted=stopped,
         )
         record.matched = made.sentence
+        if stopped:
+            raise interrupted(f"match was interrupted; of {[*tried.compared]} the net keeps the nearest, {best!r}", made)
         return made
 
+    def _try(self, converted: nn.Module, places: Places, aim: Aim, methods: Sequence[str], tried: _Tried, tick: Any) -> None:
+        """Fit every method to the net as it came, and compare."""
+        tried.compared[NONE] = self.compared(NONE, converted)
+        tick(NONE)
+        for method in methods:
+            put_all(converted, tried.fits[NONE])
+            fit = Fit(converted, places, aim, moments=METHODS[method][0], rates=METHODS[method][1])
+            fit(self.fitted, self.seed)
+            tried.fits[method], tried.skipped[method] = places.take(converted), fit.skipped
+            tried.compared[method] = self.compared(method, converted)
+            tick(method)
 
-def _nearest(tried: Mapping[str, tuple[Candidate, Any]]) -> str:
-    return min((c for c, _ in tried.values()), key=lambda c: (c.distance, c.method != NONE)).method
+    def _distil(self, converted: nn.Module, places: Places, tried: _Tried, steps: int, tick: Any) -> None:
+        """Move the best further, by gradient descent, and compare."""
+        best = tried.best
+        put_all(converted, tried.fits[best])
+        distil(converted, self.source, places, self.fitted, steps=steps, seed=self.seed, decode=self.decode, tick=tick)
+        tried.fits[DISTILLED], tried.skipped[DISTILLED] = places.take(converted), tried.skipped[best]
+        tried.compared[DISTILLED] = self.compared(DISTILLED, converted)
 
 
 def usual(converted: nn.Module) -> tuple[str, ...]:
@@ -306,6 +352,8 @@ def match(
             cannot be copied, or nothing to undo.
         PolicyError: method, samples or steps.
         BatchError: batches that cannot be used, or that the model does not run on; nothing is then changed.
+        MeasurementInterrupted: a KeyboardInterrupt; the net keeps the best method that was compared until then, or is as it
+            was.
     """
     refuse_unknown("match", options, MatchOptions.__annotations__)
     record = record_of(converted, "match")
@@ -325,6 +373,11 @@ def match(
     if type(samples) is not int or samples < 1:
         raise PolicyError(f"match: samples={samples!r} must be a whole number of at least 1, the samples that are fitted")
     held = collect(batches, converted)
-    with Bar("match", 1 + len(methods) + steps, options.get("progress", True)) as bar:
-        matcher = Matcher(converted, held, options.get("decode"), options.get("seed", 0), samples)
-        return matcher(converted, methods, bar.step, steps)
+    try:
+        with Bar("match", 1 + len(methods) + steps, options.get("progress", True)) as bar:
+            matcher = Matcher(converted, held, options.get("decode"), options.get("seed", 0), samples)
+            return matcher(converted, methods, bar.step, steps, keeps=True)
+    except MeasurementInterrupted:
+        raise
+    except KeyboardInterrupt:
+        raise interrupted("match was interrupted before a method was compared; the net is as it was") from None

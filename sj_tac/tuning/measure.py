@@ -168,22 +168,31 @@ def milliseconds_afresh(
 
 
 def seconds_afresh(
-    make: Mapping[str, Callable[[], nn.Module]], frames: Tensor, rounds: int, slow: str, until: float = math.inf
+    make: Mapping[str, Callable[[], nn.Module]],
+    frames: Tensor,
+    rounds: int,
+    slow: str,
+    *,
+    until: float = math.inf,
+    seconds: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
     """What the medians of ``milliseconds`` are taken of, from nets made ``INSTANCES`` times.
 
     Where weights and buffers come to lie changes a small net's time. The net named ``slow`` has ``rounds`` rounds; short
-    runs of the others get more, until some seconds have been measured. Behind ``until``, a time of ``time.monotonic``, no
-    round begins but the first.
+    runs of the others get more, until some seconds have been measured.
+
+    Args:
+        until: a time of ``time.monotonic``, behind which no round begins but the first.
+        seconds: filled with what was measured, all nets at a time, for who is interrupted.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in make}
+    seconds = {} if seconds is None else seconds
     instances = min(INSTANCES, rounds)
     for i in range(instances):
         if i and time.monotonic() >= until:
             break
         nets = {name: build() for name, build in make.items()}
-        for name, taken in _seconds(nets, frames, -(-rounds // instances), 1.0, slow, until).items():
-            seconds[name] += taken
+        taken = _seconds(nets, frames, -(-rounds // instances), 1.0, slow, until)
+        seconds.update({name: seconds.get(name, []) + more for name, more in taken.items()})
     return seconds
 
 

@@ -7,6 +7,7 @@ Mathematical Statistics 12, 1941), for vectors. Frames that may be exchanged giv
 
 from __future__ import annotations
 
+import copy
 import math
 from statistics import NormalDist
 
@@ -37,6 +38,10 @@ class Ordering:
         self.mean = self.squares = 0.0
         self.shuffled = np.zeros(permutations)
         self.lags = np.zeros(0)
+
+    def copy(self) -> Ordering:
+        """The same, which goes on by itself."""
+        return copy.deepcopy(self)
 
     def add(self, frames: Tensor) -> None:
         """Samples [T, N, ...]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ def _save(figure: Any, path: Path, pyplot: Any) -> None:
 
 
 def heat_map(path: Path, effects: Sequence[Any]) -> None:
-    """Layers x k: one map for the predictions that change, one for the milliseconds saved; a row of maps for each mode."""
+    """Layers x k: one map for the predictions that change, one for the milliseconds saved; a row of maps for each mode.
+
+    A setting that was not measured stays empty.
+    """
     pyplot = require()
     modes = list(dict.fromkeys(e.mode for e in effects)) or ["preserve"]
     layers, ks = list(dict.fromkeys(e.layer for e in effects)), sorted({e.k for e in effects})
@@ -41,14 +45,16 @@ def heat_map(path: Path, effects: Sequence[Any]) -> None:
     for row, mode in enumerate(modes):
         for column, (title, colours, figure_of, unit) in enumerate(shown):
             axis = axes[row][column]
-            values = {(e.layer, e.k): unit * getattr(e, figure_of) for e in effects if e.mode == mode}
+            of_mode = [e for e in effects if e.mode == mode]
+            values = {(e.layer, e.k): unit * getattr(e, figure_of) for e in of_mode if not e.refused}
+            refused = {(e.layer, e.k) for e in of_mode if e.refused}
             grid = [[values.get((layer, k), float("nan")) for k in ks] for layer in layers]
             top = max(1e-9, *values.values()) if values else 1.0
             axis.imshow(grid, cmap=colours, aspect="auto", vmin=0, vmax=top)
             for y, layer in enumerate(layers):
                 for x, k in enumerate(ks):
                     number = values.get((layer, k))
-                    text = "refused" if number is None else f"{number:.1f}"
+                    text = f"{number:.1f}" if number is not None else "refused" if (layer, k) in refused else ""
                     colour = "white" if number is not None and number > 0.6 * top else "black"
                     axis.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
             axis.set_xticks(range(len(ks)), [f"k={k}" for k in ks], fontsize=8)
@@ -69,12 +75,17 @@ def bars(path: Path, tables: Sequence[Any]) -> None:
         right = [100 * (r.accuracy if labelled else r.agreement) for r in rows]
         kinds = (
             ("accuracy %" if labelled else "agreement %", right, "%.1f"),
-            ("speed-up over the best SpikingJelly row", [r.speedup for r in rows], "%.2fx"),
+            (
+                "speed-up over the best SpikingJelly row",
+                [math.nan if r.speedup is None else r.speedup for r in rows],
+                "%.2fx",
+            ),
         )
         for row, (label, values, form) in enumerate(kinds):
             axis = axes[row][column]
             colours = [GREY if r.host else BLUE for r in rows]
-            axis.bar_label(axis.bar(range(len(names)), values, color=colours), fmt=form, padding=2, fontsize=8)
+            told = ["" if math.isnan(value) else form % value for value in values]
+            axis.bar_label(axis.bar(range(len(names)), values, color=colours), labels=told, padding=2, fontsize=8)
             axis.set_xticks(range(len(names)), names if row else [], rotation=35, ha="right", fontsize=8)
             axis.set_ylabel(label if column == 0 else "", fontsize=9)
             axis.margins(y=0.15)

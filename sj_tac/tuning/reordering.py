@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,12 @@ class Reordering:
         self.decode, self.rng, self.seed = decode, torch.Generator().manual_seed(seed), seed
         self.right: dict[str, list[Tensor]] = {"as they come": [], "shuffled": [], "reversed": []}
         self.labels: list[Tensor] = []
+
+    def copy(self) -> Reordering:
+        """The same, which goes on by itself. The random numbers are shared: they never go back."""
+        made = copy.copy(self)
+        made.right, made.labels = {name: list(parts) for name, parts in self.right.items()}, list(self.labels)
+        return made
 
     def add(self, net: nn.Module, batch: Batch, number: int) -> None:
         """One batch with labels. Raises BatchError."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from rewrites.pipeline import check_plain, convert_with, report
-from sj_tac.errors import PolicyError
+from sj_tac.errors import PolicyError, interrupted
 from sj_tac.support import machine
 from sj_tac.support.files import write_text
 from sj_tac.support.printing import Shown
@@ -61,6 +61,7 @@ class Sensitivity(Shown):
         steps: T.
         rounds: timed rounds.
         machine: what it ran on.
+        interrupted: effects that are missing were not measured.
     """
 
     effects: tuple[Effect, ...]
@@ -69,6 +70,7 @@ class Sensitivity(Shown):
     steps: int
     rounds: int
     machine: dict[str, Any]
+    interrupted: bool = False
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """JSON at ``path``, the heat map (layers x k) as a PNG beside it. Returns the PNG's path.
@@ -79,14 +81,14 @@ class Sensitivity(Shown):
         """
         write_text(path, self.to_json() + "\n")
         picture = Path(path).with_suffix(".png")
-        heat_map(picture, [e for e in self.effects if not e.refused])
+        heat_map(picture, self.effects)
         return picture
 
     def __rich__(self) -> Table:
         head = (
             f"Each layer alone, {self.samples} samples of T = {self.steps}; the source takes {self.source_ms:.1f} ms a batch"
         )
-        table = Table(title=head, title_justify="left")
+        table = Table(title=head + ("; interrupted" if self.interrupted else ""), title_justify="left")
         table.add_column("layer", style="bold")
         for column in ("mode", "k", "predictions changed", "KL, nats", "firing drift", "ms saved", "speed-up"):
             table.add_column(column, justify="left" if column == "mode" else "right")
@@ -137,6 +139,7 @@ def sensitivity(
         ModelTypeError: ``model`` is no ``torch.nn.Module``.
         TraceError: as ``sj_tac.convert``.
         BackendError: as ``sj_tac.convert``.
+        MeasurementInterrupted: a KeyboardInterrupt, with the effects that were measured until then.
     """
     how = Measurement.read("sensitivity", 5, options)
     check_plain(model)
@@ -144,27 +147,31 @@ def sensitivity(
     example = held[0].example()
     space = Space.of(model, ks, modes, layers, held[0].steps, example)
     before = _Source(held, scores(model, held, how.decode, how.seed), firing(model, held), how)
-    effects, source = [], []
+    effects: list[Effect] = []
+    source: list[float] = []
+    stopped = False
     with Bar("sensitivity", len(space.layers) * len(space.aggregating), how.progress) as bar:
-        for layer in space.layers:
-            nets: dict[Choice, nn.Module] = {}
-            for choice in space.aggregating:
-                policy = space.policy({layer: choice})
-                try:
-                    nets[choice] = convert_with(model, policy, example_input=example, backend=how.backend)
-                except PolicyError as error:
-                    effects.append(Effect(layer, choice.mode, choice.k, refused=str(error)))
-            taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].given, how.rounds)
-            source.append(taken[""])
-            for choice, net in nets.items():
-                effects.append(_effect(layer, choice, net, before, taken))
-                bar.step(f"{layer} {choice}")
+        try:
+            for layer in space.layers:
+                _measure(model, layer, space, before, effects, source, bar)
+        except KeyboardInterrupt:
+            if not source or not effects:
+                raise interrupted("sensitivity was interrupted before a layer was measured") from None
+            stopped = True
     order = {(layer, c.mode, c.k): i for i, (layer, c) in enumerate((x, c) for x in space.layers for c in space.aggregating)}
     effects.sort(key=lambda e: order[e.layer, e.mode, e.k])
-    samples = sum(batch.samples for batch in held)
-    return Sensitivity(
-        tuple(effects), sorted(source)[len(source) // 2], samples, held[0].steps, how.rounds, machine.describe()
+    found = Sensitivity(
+        effects=tuple(effects),
+        source_ms=sorted(source)[len(source) // 2],
+        samples=sum(batch.samples for batch in held),
+        steps=held[0].steps,
+        rounds=how.rounds,
+        machine=machine.describe(),
+        interrupted=stopped,
     )
+    if stopped:
+        raise interrupted(f"sensitivity was interrupted after {len(effects)} of {len(order)} settings", found)
+    return found
 
 
 class _Source(NamedTuple):
@@ -174,6 +181,31 @@ class _Source(NamedTuple):
     scores: Tensor
     rates: Firing
     how: Measurement
+
+
+def _measure(
+    model: nn.Module,
+    layer: str,
+    space: Space,
+    before: _Source,
+    effects: list[Effect],
+    source: list[float],
+    bar: Bar,
+) -> None:
+    """Add the effects of one layer, and the milliseconds of the source beside it."""
+    nets: dict[Choice, nn.Module] = {}
+    held, how = before.held, before.how
+    for choice in space.aggregating:
+        policy = space.policy({layer: choice})
+        try:
+            nets[choice] = convert_with(model, policy, example_input=held[0].example(), backend=how.backend)
+        except PolicyError as error:
+            effects.append(Effect(layer, choice.mode, choice.k, refused=str(error)))
+    taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].given, how.rounds)
+    source.append(taken[""])
+    for choice, net in nets.items():
+        effects.append(_effect(layer, choice, net, before, taken))
+        bar.step(f"{layer} {choice}")
 
 
 def _effect(layer: str, choice: Choice, net: nn.Module, before: _Source, taken: dict[str, float]) -> Effect:

@@ -1,5 +1,6 @@
 """Slips on the command line, told at once and as what they are; files that the commands write and read; Ctrl-C."""
 
+import json
 import os
 import subprocess
 import sys
@@ -177,6 +178,72 @@ def test_ctrl_c_names_the_log_and_writes_the_best_so_far(net, capsys, monkeypatc
     assert "the best so far is written: p.yaml" in err
     assert "interrupted after 2 policies; the same command goes on from log.jsonl" in err
     assert sj_tac.Policy.load("p.yaml").rules
+
+
+STOPPED = {
+    "sensitivity": ("sj_tac.tuning.sensitivity._effect", 4, "after 3 of 4 settings", "found.json"),
+    "bench": ("sj_tac.tuning.bench._rate", 2, "after 1 of", "found.json"),
+    "match": ("sj_tac.tuning.matching.Fit", 2, "the net keeps the nearest", "found.safetensors"),
+    "diagnose": ("sj_tac.tuning.diagnosis._refuse_recording", 3, "after 2 batches, 8 samples", None),
+}
+# A real signal, from within the n-th call of what measures.
+SIGNALLED = """
+import os, runpy, signal, sys
+from importlib import import_module
+
+path, number, *sys.argv = sys.argv[1:]
+module, name = path.rsplit(".", 1)
+holder, calls = import_module(module), []
+run = getattr(holder, name)
+
+def stopping(*args, **kwargs):
+    calls.append(name)
+    if len(calls) == int(number):
+        os.kill(os.getpid(), signal.SIGINT)
+    return run(*args, **kwargs)
+
+setattr(holder, name, stopping)
+runpy.run_module("sj_tac", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [name if name == "sensitivity" else pytest.param(name, marks=pytest.mark.slow) for name in STOPPED]
+)
+def test_ctrl_c_writes_and_shows_what_was_finished(net, command):
+    path, number, words, written = STOPPED[command]
+    model = [] if command == "diagnose" else ["mynet:csnn"]
+    more = {"sensitivity": ["--k", "2", "--rounds", "1", "--mode", "preserve", "--layers", "linear", "--layers", "conv"]}
+    out = ["--out", written] if written else []
+    line = [command, *model, "--data", "x.npy", "--batch-size", "4", *more.get(command, []), *out, "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(net)])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SIGNALLED, path, str(number), "sj-tac", *line],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads(done.stdout)
+    assert found["interrupted"] is True
+    if written == "found.json":
+        assert json.loads(Path(written).read_text()) == found
+    elif written:
+        from support import csnn
+
+        assert found["method"] in ("none", "moments")
+        assert sj_tac.load(written, csnn()) is not None
+
+
+def test_ctrl_c_before_anything_was_measured_writes_nothing(net, capsys, monkeypatch):
+    def stopping(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sj_tac.tuning.sensitivity.milliseconds", stopping)
+    out, err = invoked(monkeypatch, capsys, 130, "sensitivity", "mynet:csnn", "--data", "x.npy", "--out", "found.json")
+    assert out == ""
+    assert "interrupted before a layer was measured" in err
+    assert not Path("found.json").exists()
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from pathlib import Path
 import dvs128
 import dvs_gesture
 import finetune
-import gestures
 import nets
 import nmnist
 import numpy as np
@@ -23,7 +22,7 @@ import study
 import torch
 import train
 from datasets import DataError
-from short_runs import SMALL, call, failure
+from short_runs import SMALL, call, failure, generated_gestures, gesture_folder
 from spikingjelly.activation_based import neuron
 
 from sj_tac.runtime.values import Shared
@@ -120,17 +119,7 @@ def test_gestures_with_a_policy_of_ones_own(tmp_path, monkeypatch):
 def test_dvs128_through_tonic(tmp_path, monkeypatch):
     """tonic's own class, on a folder laid out as its download is; the recordings are generated ones."""
     pytest.importorskip("tonic")
-    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    recorded = [gestures.record(gestures.draw(label, generator), rng)[:400] for label in range(11)]
-    root = tmp_path / "data" / "DVSGesture"
-    for part in ("Train", "Test"):
-        for user in range(1, 11):
-            folder = root / f"ibmGesture{part}" / f"user{user:02}_lab"
-            folder.mkdir(parents=True)
-            for label, events in enumerate(recorded):
-                columns = np.stack([events["x"], events["y"], events["p"], events["t"] // 1000], 1)
-                np.save(folder / f"{label}.npy", columns.astype(np.float64))
-        (root / f"ibmGesture{part}.tar.gz").write_bytes(b"")
+    gesture_folder(tmp_path / "data", generated_gestures(400))
     source = dvs128.load(tmp_path / "data", "auto", 4, 32, 0)
     assert source.split == "tonic's split, 110 / 110"
     frames, labels = next(source.train.load([torch.tensor([0, 5, 11])], [0]))
