@@ -22,7 +22,7 @@ def committed(name):
 
 
 def executed(notebook):
-    """The notebook after all of its cells ran in a kernel of their own, in the tutorials' folder. Raises CellExecutionError."""
+    """The notebook after its cells ran in a kernel of their own, in the tutorials' folder. Raises CellExecutionError."""
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(TUTORIALS)}}).execute()
     return notebook
 
@@ -88,7 +88,8 @@ import matplotlib
 import torch
 import sj_tac
 from spikingjelly.activation_based import functional, layer, neuron
-net = torch.nn.Sequential(layer.Conv2d(2, 4, 3), layer.BatchNorm2d(4), neuron.LIFNode(), layer.Flatten(), layer.Linear(144, 2))
+conv = (layer.Conv2d(2, 4, 3), layer.BatchNorm2d(4), neuron.LIFNode())
+net = torch.nn.Sequential(*conv, layer.Flatten(), layer.Linear(144, 2))
 functional.set_step_mode(net, "m")
 before = matplotlib.get_backend()
 with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
