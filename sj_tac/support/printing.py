@@ -23,8 +23,10 @@ class Shown:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        # The terminal's width; wide enough for the reasons where there is no terminal.
-        Console(file=text, width=shutil.get_terminal_size((140, 24)).columns).print(*self.parts())
+        # The terminal's width; wide enough for the reasons where there is no terminal. In a notebook rich would display the
+        # table by itself, and the text would be empty; the kernel asks for colours, which are no text.
+        width = shutil.get_terminal_size((140, 24)).columns
+        Console(file=text, width=width, force_jupyter=False, force_terminal=False).print(*self.parts())
         return text.getvalue()
 
     def parts(self) -> list[Any]:

@@ -13,22 +13,20 @@ BLUE, GREY, RED = "#2a6fbb", "#8c8c8c", "#c0392b"
 
 
 def require() -> Any:
-    """matplotlib.pyplot, drawing to files. Raises ImportError: not installed."""
-    try:
-        import matplotlib
+    """matplotlib's Figure. Raises ImportError: not installed.
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+    Not pyplot: that draws with the backend of the whole process, which is the user's to choose, in a notebook above all.
+    """
+    try:
+        from matplotlib.figure import Figure
     except ImportError:
         raise ImportError('no picture: matplotlib is not installed; pip install "sj_tac[plots]"') from None
-    return pyplot
+    return Figure
 
 
-def _save(figure: Any, path: Path, pyplot: Any) -> None:
-    try:
-        write_whole(path, lambda draft: figure.savefig(draft, dpi=130, format="png"))
-    finally:
-        pyplot.close(figure)
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    write_whole(path, lambda draft: figure.savefig(draft, dpi=130, format="png"))
 
 
 def heat_map(path: Path, effects: Sequence[Any]) -> None:
@@ -36,11 +34,12 @@ def heat_map(path: Path, effects: Sequence[Any]) -> None:
 
     A setting that was not measured stays empty.
     """
-    pyplot = require()
+    make = require()
     modes = list(dict.fromkeys(e.mode for e in effects)) or ["preserve"]
     layers, ks = list(dict.fromkeys(e.layer for e in effects)), sorted({e.k for e in effects})
     size = (2 * (2.2 + 0.9 * len(ks)), len(modes) * (1.4 + 0.42 * max(1, len(layers))))
-    figure, axes = pyplot.subplots(len(modes), 2, figsize=size, squeeze=False)
+    figure = make(figsize=size)
+    axes = figure.subplots(len(modes), 2, squeeze=False)
     shown = (("predictions changed, %", "Reds", "disagreement", 100), ("ms saved", "Blues", "ms_saved", 1))
     for row, mode in enumerate(modes):
         for column, (title, colours, figure_of, unit) in enumerate(shown):
@@ -60,14 +59,13 @@ def heat_map(path: Path, effects: Sequence[Any]) -> None:
             axis.set_xticks(range(len(ks)), [f"k={k}" for k in ks], fontsize=8)
             axis.set_yticks(range(len(layers)), layers if column == 0 else [], fontsize=7)
             axis.set_title(f"{mode}: {title}", fontsize=9)
-    figure.tight_layout()
-    _save(figure, path, pyplot)
+    _save(figure, path)
 
 
 def bars(path: Path, tables: Sequence[Any]) -> None:
     """Accuracy (agreement where there are no labels) and speed-up of every row, a column for each table."""
-    pyplot = require()
-    figure, axes = pyplot.subplots(2, len(tables), figsize=(6 * len(tables), 6.5), squeeze=False, sharey="row")
+    figure = require()(figsize=(6 * len(tables), 6.5))
+    axes = figure.subplots(2, len(tables), squeeze=False, sharey="row")
     for column, table in enumerate(tables):
         rows = table.rows
         names = [r.name.replace(", ", ",\n") for r in rows]
@@ -92,14 +90,13 @@ def bars(path: Path, tables: Sequence[Any]) -> None:
             axis.spines[["top", "right"]].set_visible(False)
             if not row:
                 axis.set_title(table.title, fontsize=10)
-    figure.tight_layout()
-    _save(figure, path, pyplot)
+    _save(figure, path)
 
 
 def frontier_plot(path: Path, title: str, metric: str, points: Sequence[Any], best: Sequence[Any], chosen: Any) -> None:
     """Speed-up against metric: everything tried, uniform policies as squares, the frontier as a line, what was chosen."""
-    pyplot = require()
-    figure, axis = pyplot.subplots(figsize=(7, 4.6))
+    figure = require()(figsize=(7, 4.6))
+    axis = figure.subplots()
     for uniform, marker, colour, label in ((False, "o", GREY, "tried"), (True, "s", BLUE, "the same in every layer")):
         some = [p for p in points if p.uniform == uniform]
         axis.plot([p.speedup for p in some], [p.metric for p in some], marker, color=colour, markersize=4, label=label)
@@ -111,5 +108,4 @@ def frontier_plot(path: Path, title: str, metric: str, points: Sequence[Any], be
     axis.set_title(title, fontsize=10)
     axis.legend(fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    _save(figure, path, pyplot)
+    _save(figure, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,8 @@ class Bar:
 
     def __init__(self, title: str, total: int | None, shown: bool) -> None:
         console = Console(stderr=True)
-        drawn = console.is_terminal or console.is_jupyter
+        # rich draws in a notebook through ipywidgets, and warns at every call where they are not installed.
+        drawn = find_spec("ipywidgets") is not None if console.is_jupyter else console.is_terminal
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"),
             TimeRemainingColumn(), TextColumn("{task.fields[best]}{task.fields[what]}"),
