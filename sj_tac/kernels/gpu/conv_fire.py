@@ -94,8 +94,8 @@ class ConvFire(Fire):
         merged = o.mode == ChargeMode.MERGED
         if self.last or o.residual is not None or merged:
             raise ValueError(
-                f"convolution and fire in one kernel got drives {list(o.y.shape)}, a residual: {o.residual is not None}, merged "
-                f"steps: {merged}; it takes maps of more than a pixel, no residual and no merged steps"
+                f"convolution and fire in one kernel got drives {list(o.y.shape)}, a residual: {o.residual is not None}, "
+                f"merged steps: {merged}; it takes maps of more than a pixel, no residual and no merged steps"
             )
         if cuda.needs_wide(self.groups * self.n * conv.inputs * conv.height * conv.width):
             self.common["WIDE"] = True
