@@ -85,6 +85,51 @@ def convolution(of: Convolved, options: Sequence[tuple[int, int] | int], shape: 
     return Convolution(inputs, kernel, stride, padding, frames.shape[3], frames.shape[4], bias is not None)
 
 
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+class Tiles(NamedTuple):
+    """What decides how large the tiles of blocks may be.
+
+    Attributes:
+        columns, rows: neurons of a thread; deep: its output channels; patches: in shared memory at once.
+    """
+
+    conv: Convolution
+    columns: int
+    rows: int
+    deep: int
+    patches: int
+
+    def needs(self, tx: int, ty: int, tz: int) -> int:
+        """Bytes of shared memory of a block of tx * ty * tz threads, as conv.cuh lays it out."""
+        conv = self.conv
+        jump = self.columns * conv.stride
+        vector = next(n for n in (4, 2, 1) if jump % n == 0)
+        span = (self.columns - 1) * conv.stride + conv.kernel
+        across = _up((tx - 1) * jump + _up(span, vector), 4)
+        patch = conv.inputs * ((ty * self.rows - 1) * conv.stride + conv.kernel) * across
+        return 4 * (_up(conv.inputs * conv.kernel**2 * tz * self.deep, 4) + self.patches * patch)
+
+    def fitting(self, wide: int, high: int, through: int) -> tuple[int, int, int]:
+        """Threads along slots, rows of slots and channels, of a map with so many: as many as fit, rows as long as may be."""
+        plane = PLANE
+        while plane > 1:
+            row = min(ROW, plane)
+            while row:
+                tx = cuda.power(wide, row)
+                ty = cuda.power(high, plane // tx)
+                tz = cuda.power(through, BLOCK // (tx * ty))
+                while tz > 4 and self.needs(tx, ty, tz) > cuda.SHARED:
+                    tz //= 2
+                if self.needs(tx, ty, tz) <= cuda.SHARED:
+                    return tx, ty, tz
+                row //= 2
+            plane //= 2
+        return 1, 1, 1
+
+
 class ConvFire(Fire):
     """``Fire`` for drives that a convolution makes on the way; the tensor in their place only says what they are like."""
 
@@ -125,41 +170,16 @@ class ConvFire(Fire):
     def _tiled(self, name: str, macros: dict[str, int | bool], width: int, patches: int) -> tuple[cuda.Program, int]:
         """A program by the tiles that its blocks have, and how many those are; ``patches``: in shared memory at once."""
         conv, side = self.conv, 2 if macros["WINDOWS"] else 1
-        columns, rows = side * width, side
         deep = next(d for d in (DEEP, 2, 1) if self.c % d == 0)
-        wide, high = self.width // columns, self.height // rows
-        tx = cuda.power(wide, ROW)
-        ty = cuda.power(high, PLANE // tx)
-        tz = cuda.power(self.c // deep, BLOCK // (tx * ty))
-
-        def needs() -> int:
-            """Bytes: as conv.cuh lays them out."""
-            jump = columns * conv.stride
-            vector = next(n for n in (4, 2, 1) if jump % n == 0)
-            span = (columns - 1) * conv.stride + conv.kernel
-            across = _up((tx - 1) * jump + _up(span, vector), 4)
-            patch = conv.inputs * ((ty * rows - 1) * conv.stride + conv.kernel) * across
-            return 4 * (_up(conv.inputs * conv.kernel**2 * tz * deep, 4) + patches * patch)
-
-        while needs() > cuda.SHARED:
-            if tz > 4:
-                tz //= 2
-            elif ty > 1:
-                ty //= 2
-            elif tx > 1:
-                tx //= 2
-            else:
-                tz //= 2
-        self.shared = needs()
+        wide, high = self.width // (side * width), self.height // side
+        tile = Tiles(conv, side * width, side, deep, patches)
+        tx, ty, tz = tile.fitting(wide, high, self.c // deep)
+        self.shared = tile.needs(tx, ty, tz)
         macros |= {
-            "C_IN": conv.inputs, "KERNEL": conv.kernel, "STRIDE": conv.stride, "PADDING": conv.padding, "TX": tx, "TY": ty,
-            "TZ": tz, "DEEP": deep, "BLOCK": tx * ty * tz,
+            "C_IN": conv.inputs, "KERNEL": conv.kernel, "STRIDE": conv.stride, "PADDING": conv.padding, "BIAS": conv.biased,
+            "TX": tx, "TY": ty, "TZ": tz, "DEEP": deep, "BLOCK": tx * ty * tz,
         }  # fmt: skip
         return cuda.program(name, **macros), self.n * -(-wide // tx) * -(-high // ty) * -(-self.c // (tz * deep))
-
-
-def _up(n: int, to: int) -> int:
-    return -(-n // to) * to
 
 
 class ConvLaunch(Launch):

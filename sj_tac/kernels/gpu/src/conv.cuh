@@ -7,6 +7,7 @@
 //
 // Macros beside those of neuron.cuh:
 //   C_IN, KERNEL, STRIDE, PADDING    of the convolution, the same along rows and columns
+//   BIAS                             it has one
 //   TX, TY, TZ                       threads of a block along a row of slots, along rows, and along channels
 //   DEEP                             output channels of a thread; a divisor of all
 
@@ -120,10 +121,16 @@ __device__ __forceinline__ void convolve(const float* patch, const float* filter
 
 // What memory would hold of a channel's drives: bias and all, in the frames' format.
 __device__ __forceinline__ void finish(float* drive, const io* bias, int channel) {
+#if BIAS
+    const float added = to_float(bias[channel]);
+#endif
 #pragma unroll
     for (int n = 0; n < NEURONS; n++) {
         io rounded;
-        put(rounded, bias ? drive[n] + to_float(bias[channel]) : drive[n]);
+#if BIAS
+        drive[n] += added;
+#endif
+        put(rounded, drive[n]);
         drive[n] = to_float(rounded);
     }
 }
