@@ -1,8 +1,8 @@
 """The first calls on a device, each of which says at once whether it is right: python -m benchmarks.first_device
 
 ``fire`` forward and backward against the reference kernel for each dtype, memory format and pool; a side stream; a captured
-call; SpikingJelly's own neuron. A row is written before the next call begins, so that what stops the process is the last
-line. ``--device cpu`` tries the script itself where there is no device.
+call; SpikingJelly's own neuron; first layers in one kernel. A row is written before the next call begins, so that what stops
+the process is the last line. ``--device cpu`` tries the script itself where there is no device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 import sj_tac
+from benchmarks import first_layer
 from sj_tac.functional import fire
+from sj_tac.kernels.gpu import conv_fire
 from sj_tac.support import machine
 
 POOLS: dict[str, Callable[[], nn.Module] | None] = {
@@ -120,6 +122,34 @@ def calls(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield "a captured call", captured
 
 
+def first_layers(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Convolution and ``fire`` in one kernel, which is off unless it is asked for, against the two of them."""
+    if torch.device(device).type not in conv_fire.DEVICES:
+        return
+    dtypes, pools = (torch.float32, torch.float16, torch.bfloat16), {"no pool": None, "2x2": (2, 2, 0), "3x3": (3, 2, 1)}
+    for dtype, kernel, pool in itertools.product(dtypes, (3, 5, 7), pools):
+
+        @torch.no_grad()
+        def check(dtype: torch.dtype = dtype, kernel: int = kernel, pool: str = pool) -> str:
+            torch.manual_seed(0)
+            case = first_layer.Case(3, 24, kernel, 2 if kernel == 7 else 1, 0, pools[pool])
+            layer_1 = first_layer.source(case, bias=kernel == 5).to(device)
+            fast = sj_tac.convert(layer_1, "preserve", 2, backend=backend).to(dtype)
+            x, found = first_layer.events((5, 2, 3, 52, 76), dtype, device), []
+            before = first_layer.runs()
+            for said in ("0", "1"):
+                with first_layer.asked(said):
+                    functional.reset_net(fast)
+                    found.append(fast(x)[:].float())
+            off, rate = float((found[0] != found[1]).float().mean()), float(found[0].mean())
+            wrong = off > (1e-4 if dtype == torch.float32 else 1e-2) or not 0.02 < rate < 0.98
+            wrong = wrong or first_layer.runs() != before + 1
+            ran = f"ran {first_layer.runs() - before} times"
+            return f"{'WRONG: ' if wrong else ''}{100 * off:.4f} % of outputs differ, rate {rate:.2f}, {ran}"
+
+        yield f"convolution and fire in one kernel, {str(dtype)[6:]}, {kernel}x{kernel}, {pool}", check
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -137,7 +167,8 @@ def main() -> None:
             file.flush()
 
         note("machine", machine.describe())
-        for name, check in itertools.chain(fires(options.device, options.backend), calls(options.device, options.backend)):
+        stages = [stage(options.device, options.backend) for stage in (fires, calls, first_layers)]
+        for name, check in itertools.chain(*stages):
             begun = time.perf_counter()
             try:
                 found = check()

@@ -28,7 +28,7 @@ from spikingjelly.activation_based.precision import PrecisionConfig, prepare_mod
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks import measure, nets
+from benchmarks import first_layer, measure, nets
 from sj_tac.functional import fire
 from sj_tac.kernels import backends
 from sj_tac.support import machine
@@ -256,6 +256,43 @@ def bandwidth(results: Results, console: Console) -> None:
                 console.print(results.add("bandwidth", name, lambda case=case: fire_bandwidth(*case)))
 
 
+@torch.no_grad()
+def one_kernel(case: str, dtype: torch.dtype, k: int, device: str = "cuda") -> dict[str, Any]:
+    """Milliseconds of a first layer by cuDNN and ``fire``, and in one kernel; which is faster; and outputs that differ."""
+    net, x = first_layer.converted(first_layer.CASES[case], dtype, k, device)
+    alone = net[:-2]
+
+    def run() -> Tensor:
+        functional.reset_net(alone)
+        value: Any = alone(x)
+        found: Tensor = next(iter(value.sums.values())) if getattr(value, "sums", None) else value[:]
+        return found
+
+    times, found = {}, []
+    for name, said in (("cuDNN, fire", "0"), ("one kernel", "1")):
+        before = first_layer.runs()
+        with first_layer.asked(said):
+            found.append(run())
+            times[name] = seconds_of(run)
+        if (first_layer.runs() > before) is not (said == "1"):
+            raise RuntimeError(f"{name}: the kernel that convolves and fires ran {first_layer.runs() - before} times")
+    apart, together = times.values()
+    return {
+        **{f"{name}, ms": 1e3 * seconds for name, seconds in times.items()}, "ratio": round(apart / together, 3),
+        "faster": min(times, key=lambda name: times[name]),
+        "outputs that differ": float((found[0] != found[1]).float().mean()),
+    }  # fmt: skip
+
+
+def first_layers(results: Results, console: Console) -> None:
+    """``one_kernel`` of every layer: what decides whether it is to be asked for."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in first_layer.CASES:
+            for k in KS[:3]:
+                name, which = f"{str(dtype)[6:]}, {case}, k={k}", (case, dtype, k)
+                console.print(results.add("first layer", name, lambda which=which: one_kernel(*which)))
+
+
 PRECISIONS = ("TF32", "bf16", "bf16 weights")
 
 
@@ -318,6 +355,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     results = Results(options.out, options.minutes)
     bandwidth(results, console)
+    first_layers(results, console)
     tables(results, console, options)
     if options.tests:
         tests(options.out, console, 60 * options.tests)

@@ -10,14 +10,19 @@ import json
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from spikingjelly.activation_based import neuron as neurons
 
-from benchmarks import measure
-from sj_tac.kernels.gpu import launchers, program as cuda
+from benchmarks import first_layer, measure
+from sj_tac.kernels import fire
+from sj_tac.kernels.gpu import conv_fire, launchers, program as cuda
 
 # By launcher: CuPy adds a flag of its own to all that it compiles, behind which numbers below 2^-126 are zeros.
 FLAGS = {launchers.CUPY: (*cuda.OPTIONS, "-ftz=true"), launchers.NVRTC: cuda.OPTIONS}
@@ -73,6 +78,7 @@ def compile_source(source: str, architecture: int, options: tuple[str, ...]) -> 
     return Compiled(ok, text, int(used[1]) if used else 0, sum(int(n) for n in spilled), bytes(code))
 
 
+@lru_cache(maxsize=4)
 def disassembled(code: bytes) -> str:
     """A kernel's instructions as text; empty without ``nvdisasm``, which Triton brings along."""
     try:
@@ -95,19 +101,41 @@ def instructions(code: bytes) -> int | None:
     return len(INSTRUCTION.findall(disassembled(code))) or None
 
 
-def loop(code: bytes) -> int | None:
-    """How many instructions its longest loop has, from a label to the branch back to it; None where nothing can say."""
+@dataclass(frozen=True)
+class Loop:
+    """From a label to a branch back to it: first instruction, the one behind the last, and how often each is in it."""
+
+    begin: int
+    end: int
+    counts: Counter[str]
+
+    @property
+    def length(self) -> int:
+        """Its instructions, each counted once."""
+        return self.end - self.begin
+
+
+def loops(code: bytes) -> list[Loop]:
+    """A kernel's loops, in the order of their ends; none without ``nvdisasm``."""
     labels: dict[str, int] = {}
-    longest = count = 0
+    names: list[str] = []
+    found = []
     for line in disassembled(code).splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = count
+            labels[label[1]] = len(names)
         elif INSTRUCTION.match(line):
-            count += 1
+            name = re.search(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", line)
+            names.append(name[1] if name else "")
             branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
             if branch and branch[1] in labels:
-                longest = max(longest, count - labels[branch[1]])
-    return longest or None
+                begin = labels[branch[1]]
+                found.append(Loop(begin, len(names), Counter(names[begin:])))
+    return found
+
+
+def loop(code: bytes) -> int | None:
+    """How many instructions its longest loop has, from a label to the branch back to it; None where nothing can say."""
+    return max((one.length for one in loops(code)), default=0) or None
 
 
 def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str, int]:
@@ -142,7 +170,52 @@ def specialisations() -> dict[str, cuda.Program]:
                     macros = neuron(k, io, last, windows)
                     found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, REST0=1, BLOCK=256)
                     found[f"backward, {name}"] = cuda.program("fire_backward", **macros | backward(macros))
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in first_layer.CASES:
+            for k in (1, 2, 4, 8):
+                found[f"layer 1, {str(dtype)[6:]}, {case}, k={k}"] = layer_1(case, dtype, k)[0]
     return found
+
+
+def layer_1(case: str, dtype: torch.dtype, k: int, steps: int = 16, batch: int = 16) -> tuple[cuda.Program, int]:
+    """The program that runs such a layer, as it is launched, and bytes of shared memory of a block. Needs no memory."""
+    inputs, outputs, kernel, stride, size, _ = first_layer.CASES[case]
+    pool = first_layer.CASES[case].pooling()
+    out = (size - 1) // stride + 1
+    y = torch.empty(1, dtype=dtype).expand(steps // k, batch, outputs, out, out)
+    lif = neurons.LIFNode(detach_reset=True, step_mode="m")
+    by_channel, weights = torch.ones(outputs), None if k == 1 else torch.ones(steps)
+    call = fire.Call(y, lif, [k] * (steps // k), None, None, by_channel, by_channel, pool, weights, k)
+    conv = conv_fire.Convolution(inputs, kernel, stride, kernel // 2, size, size, False)
+    made = conv_fire.ConvFire(fire.operands(call, None), conv)
+    like, v = made.memory()
+    program, _ = made.stepping(made.windows, like if not made.general else like.new_empty(0, dtype=torch.int32), v)
+    return program, made.shared
+
+
+def instructions_a_drive(program: cuda.Program, architecture: int = 90) -> float | None:
+    """Instructions that a thread of ``conv_fire_forward`` executes for one drive of one neuron; None without ``nvdisasm``.
+
+    Counted in the loop over drives, with the loops inside it as often as they run: that over input channels, and that
+    which fetches the next patch.
+    """
+    macros = dict(program.macros)
+    found = loops(compile_for(program, architecture).code)
+    if not found:
+        return None
+    drives = max(found, key=lambda one: one.length)
+    inner = [one for one in found if one is not drives and drives.begin <= one.begin and one.end <= drives.end]
+    channels = max(inner, key=lambda one: one.counts["FFMA"])
+    fetching = max((one for one in inner if one is not channels), key=lambda one: one.length)
+    body = drives.length - sum(one.length for one in inner)
+    side = 2 if macros["WINDOWS"] else 1
+    # Numbers of a patch, but for what rounds its rows up.
+    across, down = (
+        (n - 1) * macros["STRIDE"] + macros["KERNEL"] for n in (macros["TX"] * side * macros["WIDTH_V"], macros["TY"] * side)
+    )
+    turns = macros["C_IN"] * across * down / macros["BLOCK"]
+    fetch = turns * fetching.length / fetching.counts["STS"]
+    return (body + macros["C_IN"] * channels.length + fetch) / (side * side * macros["WIDTH_V"] * macros["DEEP"])
 
 
 def instructions_a_step(io: int, architecture: int = 90) -> float | None:
@@ -177,16 +250,36 @@ def page_table(rows: dict[str, dict[str, dict[str, int | None]]], architecture: 
     return "\n".join(lines)
 
 
+def layer_1_table(rows: dict[str, dict[str, dict[str, int | None]]], architecture: str = "sm_90") -> str:
+    """The table of docs/gpu.md: layers in one kernel, of each k."""
+    ks = (1, 2, 4, 8)
+    lines = [f"| layer in one kernel | {' | '.join(f'k={k}' for k in ks)} |", "|---" * (len(ks) + 1) + "|"]
+    kinds = dict.fromkeys(name.removeprefix("layer 1, ").rsplit(", ", 1)[0] for name in rows if name.startswith("layer 1"))
+    for kind in kinds:
+        lines.append(f"| {kind} | {' | '.join(shown(rows[f'layer 1, {kind}, k={k}'][architecture]) for k in ks)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, action="append", help="only these (default: all supported)")
-    architectures = parser.parse_args().arch or list(ARCHITECTURES)
+    parser.add_argument(
+        "--only", action="append", help="only kernels whose names begin so; the others stay as they were found"
+    )
+    options = parser.parse_args()
+    architectures = options.arch or list(ARCHITECTURES)
     console, rows = Console(width=130), {}
+    if options.only:
+        before = json.loads(max(measure.RESULTS.glob("cuda-registers-*.json")).read_text())
+        assert before["nvrtc"] == nvrtc_version(), f"the rows that are kept are of NVRTC {before['nvrtc']}"
+        rows = before["kernels"]
     table = Table(title=f"registers (bytes spilled where any) / instructions, NVRTC {nvrtc_version()}", title_justify="left")
     table.add_column("kernel")
     for architecture in architectures:
         table.add_column(f"sm_{architecture}", justify="right")
     for name, program in specialisations().items():
+        if options.only and not name.startswith(tuple(options.only)):
+            continue
         compiled = {f"sm_{a}": compile_for(program, a) for a in architectures}
         rows[name] = {
             a: {
@@ -197,6 +290,7 @@ def main() -> None:
             }
             for a, c in compiled.items()
         }
+        console.print(name, shown(next(iter(rows[name].values()))))
         table.add_row(name, *(shown(row) for row in rows[name].values()))
     console.print(table)
     path = measure.RESULTS / f"cuda-registers-{date.today().isoformat()}.json"

@@ -215,7 +215,8 @@ class _Reporter:
         slower = fused.slower
         if slower and ran in backends.COMPILED:
             slower = f"in training it runs on reference: {slower}"
-        return f"{ran or fused.kernel}, fused", slower
+        with_it = " with its convolution" if isinstance(unit, Unit) and unit.convolved else ""
+        return f"{ran or fused.kernel}, fused{with_it}", slower
 
     def caveats(self, chain: Chain, repeated: bool) -> list[str]:
         """Where a shared drive is less than it could be, or more."""

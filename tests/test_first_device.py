@@ -1,5 +1,6 @@
 """The script of a first run on a device, tried on the CPU."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import stub_cuda
 import torch
 
 from benchmarks import first_device
@@ -47,6 +49,22 @@ def test_a_wrong_kernel_is_seen_and_one_that_fails_does_not_end_the_run(monkeypa
     assert code == "7 calls are wrong"
     assert found["fire, float32, contiguous, no pool"].startswith("WRONG: 24576 flips")
     assert "illegal address" in found["fire, float32, channels_last, 3x3"]
+
+
+@pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
+def test_first_layers_in_one_kernel_are_rows_where_there_is_a_device(monkeypatch, tmp_path):
+    for _ in stub_cuda.on_the_stub(monkeypatch, tmp_path):
+        checks = dict(first_device.first_layers("cpu", "nvrtc"))
+        assert len(checks) == 27
+        said = checks["convolution and fire in one kernel, bfloat16, 7x7, 3x3"]()
+        assert "WRONG" not in said
+        assert "ran 1 times" in said
+        monkeypatch.setattr(first_device.first_layer, "asked", lambda said: contextlib.nullcontext())
+        assert checks["convolution and fire in one kernel, float32, 3x3, 2x2"]().startswith("WRONG: 0.0000 % of outputs")
+
+
+def test_no_first_layer_runs_in_one_kernel_on_the_cpu():
+    assert not list(first_device.first_layers("cpu", "auto"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script")

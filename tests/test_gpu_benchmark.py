@@ -1,14 +1,17 @@
 """benchmarks.gpu keeps what it measured, whatever fails later. No device is needed: what times is a stand-in."""
 
 import json
+import os
 import sys
 import types
 
 import pytest
+import stub_cuda
 import torch
 from rich.console import Console
 
-from benchmarks import gpu, measure, nets
+from benchmarks import first_layer, gpu, measure, nets
+from sj_tac.kernels.gpu import conv_fire
 
 
 def read(folder):
@@ -96,3 +99,37 @@ def test_peaks_of_graphs_are_those_of_their_capture(monkeypatch):
     found = gpu.timed(lambda: lambda: None, 3)
     assert found["peak MB"] == 2.0
     assert len(found["seconds"]) == 3
+
+
+@pytest.fixture
+def stub(monkeypatch, tmp_path):
+    """A stand-in for a device, a small layer, and a clock that says the second of two ways is faster."""
+    yield from stub_cuda.on_the_stub(monkeypatch, tmp_path)
+
+
+@pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
+def test_a_first_layer_is_run_both_ways_and_the_faster_one_is_named(stub, monkeypatch, tmp_path):
+    seconds = iter([0.004, 0.001])
+    monkeypatch.setattr(gpu, "seconds_of", lambda run: (run(), next(seconds))[1])
+    monkeypatch.setitem(first_layer.CASES, "small", first_layer.Case(2, 8, 3, 1, 16, (2, 2, 0)))
+    found = gpu.Results(tmp_path, 1).add("first layer", "one", lambda: gpu.one_kernel("small", torch.float32, 2, "cpu"))
+    assert (found["cuDNN, fire, ms"], found["one kernel, ms"], found["ratio"]) == (4.0, 1.0, 4.0)
+    assert found["faster"] == "one kernel"
+    assert found["outputs that differ"] < 1e-3
+    assert first_layer.runs() > 0
+    assert conv_fire.VARIABLE not in os.environ
+
+
+@pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
+def test_a_first_layer_whose_kernel_does_not_run_is_a_row_that_says_so(stub, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "seconds_of", lambda run: 1.0)
+    monkeypatch.setitem(first_layer.CASES, "five", first_layer.Case(5, 8, 3, 1, 16, None))
+    found = gpu.Results(tmp_path, 1).add("first layer", "one", lambda: gpu.one_kernel("five", torch.float32, 2, "cpu"))
+    assert found["failed"] == "RuntimeError: one kernel: the kernel that convolves and fires ran 0 times"
+
+
+def test_every_first_layer_is_measured(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(gpu, "one_kernel", lambda *which: (seen.append(which), {})[1])
+    gpu.first_layers(gpu.Results(tmp_path, 1), Console(quiet=True))
+    assert len(read(tmp_path)["first layer"]) == len(set(seen)) == 2 * len(first_layer.CASES) * 3

@@ -134,7 +134,7 @@ class DriveModule(Matchable):
         plain = plain and nn.Conv2d.forward is _FORWARDS[1] and weight is not None and "bias" in held
         if not plain or "weight" in own or "bias" in own:
             return DriveModule._run(self, frames)
-        if 8 * frames.numel() * self.out_channels >= deferred.LARGE * self.in_channels:
+        if deferred.may_pay(self, frames):
             # Sums are nobody else's, where anything was summed at all.
             owned = self._tac.ran == "sums" or (wanted is not None and not wanted.sums_nothing)
             later = deferred.defer(self, x, frames, owned)

@@ -1,14 +1,19 @@
-"""A convolution that is noted and run later, by the neuron behind it, a part of its samples and channels at a time.
+"""A convolution that is noted and run later, by the neuron behind it: a part of its samples and channels at a time on the
+CPU, in one kernel with the neuron on CUDA.
 
 What a large convolution puts out is the largest tensor of a net, written once and read once. By default glibc gives its
 memory back to the system, which hands it out anew, page by page, in every call; that can take longer than the convolution.
 In parts it need not exist. A process that keeps its memory (``sj_tac.keep_memory``) gains nothing by it, and runs it whole.
+
+On CUDA a convolution of a few input channels may be run by the neuron's kernel itself, where that is asked for
+(kernels/gpu/conv_fire.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sj_tac.host import dispatch
+from sj_tac.kernels import reference
+from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import is_channels_last
 from sj_tac.runtime.expressions import Expression, Made
 from sj_tac.runtime.values import Frames, Shared
@@ -27,8 +34,9 @@ LARGE, PART = 32 << 20, 8 << 20
 LARGEST_KEPT = LARGE - (1 << 16)
 # Channels of a part, at least: fewer make a convolution slower. Of few input channels it hardly matters.
 FEWEST, FEWEST_OF_FEW, FEW = 64, 32, 4
-# A copy of the weights, or of an input that is somebody else's, may cost this share of the output.
-SHARE = 8
+# A copy of the weights, or of an input that is somebody else's, may cost this share of the output. In one kernel the output
+# is neither written nor read, which pays for a larger copy.
+SHARE, SHARE_IN_ONE = 8, 2
 
 # What a Conv2d's forward calls, as long as nobody has patched or overridden it.
 _OWN = nn.Conv2d._conv_forward, F.conv2d
@@ -52,22 +60,45 @@ class Deferred:
 
     Attributes:
         shape, dtype, device: of the output. made: the output, once somebody has asked for the whole of it.
+        one: what one kernel convolves, which runs the neuron as well, or None; by: that kernel's launch, once it has run.
     """
 
-    __slots__ = ("_bias", "_frames", "_options", "_weight", "device", "dtype", "made", "shape")
+    __slots__ = ("_bias", "_frames", "_options", "_weight", "by", "device", "dtype", "made", "one", "shape")
 
     def __init__(
-        self, frames: Tensor | Expression, weight: Tensor, bias: Tensor | None, options: Options, shape: Any
+        self,
+        frames: Tensor | Expression,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: Options,
+        shape: Any,
+        one: conv_fire.Convolution | None = None,
     ) -> None:
         self._frames, self._weight, self._bias, self._options = frames, weight, bias, options
         self.shape, self.dtype, self.device = torch.Size(shape), weight.dtype, weight.device
+        self.one = one
         self.made: Tensor | None = None
+        self.by: conv_fire.ConvLaunch | None = None
 
     def make(self) -> Tensor:
-        """The whole output."""
-        if self.made is None:
+        """The whole output; that which a neuron's steps have been run on, where they have."""
+        if self.made is None and self.by is not None:
+            self.made = self.by.drives(self.inputs())
+        elif self.made is None:
             self.made = next(self.parts(self.shape[1], self.shape[2]))[1]
         return self.made
+
+    def inputs(self) -> conv_fire.Convolved:
+        """Frames, weights and bias, for the kernel that convolves them."""
+        with _as_called(self.device):
+            return conv_fire.Convolved(self._whole_frames(), self._weight, self._bias)
+
+    def stand_in(self) -> Tensor:
+        """A tensor of the output's shape, dtype and device that takes no memory; its numbers mean nothing."""
+        return torch.empty(1, dtype=self.dtype, device=self.device).expand(self.shape)
+
+    def _whole_frames(self) -> Tensor:
+        return self._frames.make() if isinstance(self._frames, Expression) else self._frames
 
     def size_of_part(self) -> tuple[int, int]:
         """Samples and channels of a part: as many as ``PART`` bytes hold, and divisors of all, so that parts are alike."""
@@ -82,8 +113,8 @@ class Deferred:
 
     def parts(self, samples: int, channels: int) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         """Where each part lies in N and C, and the part [G, samples, channels, H, W] itself."""
-        with torch.inference_mode(False), torch.no_grad():
-            frames = self._frames.make() if isinstance(self._frames, Expression) else self._frames
+        with _as_called(self.device):
+            frames = self._whole_frames()
             last = is_channels_last(frames)
             for first in range(0, self.shape[1], samples):
                 at = slice(first, first + samples)
@@ -93,6 +124,13 @@ class Deferred:
                     bias = None if self._bias is None else self._bias[to]
                     y = torch.conv2d(some, self._weight[to], bias, *self._options)
                     yield (at, to), y.view(self.shape[0], -1, *y.shape[1:])
+
+
+@contextmanager
+def _as_called(device: torch.device) -> Iterator[None]:
+    """Without gradients, inference mode or autocast, as a convolution that was noted was called."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _folded(frames: Tensor, last: bool) -> Tensor:
@@ -112,19 +150,43 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool) -> Deferred | None:
     options, shape = _options_of(conv), None
     if options is not None and _is_plain(conv, frames, weight, bias):
         shape = _shape(frames, weight, options)
-    if (
-        options is None
-        or shape is None
-        or math.prod(shape) * _WIDTHS[weight.dtype] < LARGE
-        or memory.mode() != memory.DEFAULT
-    ):
+    if options is None or shape is None:
         return None
-    most = math.prod(shape) // SHARE
-    _let_parts_stay()
+    one = _in_one(conv, conv_fire.Convolved(frames, weight, bias), options, shape)
+    if one is None and not _gains_in_parts(weight, shape):
+        return None
+    most = math.prod(shape) // (SHARE if one is None else SHARE_IN_ONE)
+    if one is None:
+        _let_parts_stay()
     kept: Tensor | Expression | None = frames if owned else _kept(x, frames, most)
     if kept is None or weight.numel() > most:
         return None
-    return Deferred(kept, weight.detach().clone(), None if bias is None else bias.detach().clone(), options, shape)
+    return Deferred(kept, weight.detach().clone(), None if bias is None else bias.detach().clone(), options, shape, one)
+
+
+def may_pay(conv: Any, frames: Tensor) -> bool:
+    """Whether ``defer`` is to be asked, by the sizes alone: most convolutions are run at once."""
+    if 8 * frames.numel() * conv.out_channels >= LARGE * conv.in_channels:
+        return True
+    few: bool = conv.in_channels <= conv_fire.FEW
+    return few and conv_fire.is_asked(frames.device)
+
+
+def _gains_in_parts(weight: Tensor, shape: Sequence[int]) -> bool:
+    """Whether the output would be given back to the system in every call, on the CPU."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype in _WIDTHS
+    return on_cpu and math.prod(shape) * _WIDTHS[weight.dtype] >= LARGE and memory.mode() == memory.DEFAULT
+
+
+def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequence[int]) -> conv_fire.Convolution | None:
+    """What one kernel may convolve and fire, where it is asked for; None where it may not."""
+    if of.frames.shape[2] > conv_fire.FEW or not conv_fire.is_asked(of.frames.device):
+        return None
+    drive = conv._tac
+    # Behind a collapse, neurons take their means another way; by the reference kernel nothing is fused at all.
+    if drive.mode != "preserve" or drive.backend == reference.NAME:
+        return None
+    return conv_fire.convolution(of, options, shape)
 
 
 @cache
@@ -138,15 +200,15 @@ def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None) ->
     kind = type(conv)
     return (
         not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
         and not dispatch.profiling()
         and type(frames) is Tensor
+        and frames.device.type in ("cpu", *conv_fire.DEVICES)
+        and not torch.is_autocast_enabled(frames.device.type)
         and type(weight) in dispatch.PLAIN
         and (bias is None or type(bias) in dispatch.PLAIN)
-        and all(t.device.type == "cpu" and t.layout is torch.strided for t in (frames, weight))
+        and all(t.device == frames.device and t.layout is torch.strided for t in (frames, weight))
         and frames.dtype is weight.dtype
-        and (bias is None or bias.dtype is weight.dtype)
-        and weight.dtype in _WIDTHS
+        and (bias is None or (bias.dtype is weight.dtype and bias.device == frames.device))
         and (kind._conv_forward, F.conv2d) == _OWN
         and "_conv_forward" not in conv.__dict__
     )

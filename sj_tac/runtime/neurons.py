@@ -40,7 +40,8 @@ class Unit:
         folded: its drives were folded, so that T is looked at.
         reader: the conv that sums are prepared for, or None.
         launches: what straight.py has prepared, by what it was prepared for.
-        ran: the kernel of the last call, or why it ran as the host's own steps.
+        ran: the kernel of the last call, or why it ran as the host's own steps; convolved: that kernel ran the convolution
+            in front as well.
         gave: "sums", "means", "frames" or "plain"; made: who had frames made, how often.
     """
 
@@ -54,6 +55,7 @@ class Unit:
     folded: bool = False
     backend: str = "auto"
     ran: str = ""
+    convolved: bool = False
     gave: str = ""
     made: Counter[str] = field(default_factory=Counter)
     reader: weakref.ref[nn.Module] | None = None

@@ -101,7 +101,7 @@ class Run:
             y, node, self.lengths, v, residual, scale, shift, pool, weights, size, self.merges, self.normalize
         )
         out, last = kernels.run(kernel, call)
-        unit.ran = kernel
+        unit.ran, unit.convolved = kernel, False
         if len(self.frame) != 4:
             out, last = out.reshape(-1, *self.frame), last.reshape(self.frame)
         return out, last

@@ -17,6 +17,7 @@ from sj_tac.host import dispatch
 from sj_tac.kernels import backends, fire as kernels, reference
 from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.fire_op import ON_CPU, ON_CUDA
+from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import empty
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
@@ -53,7 +54,7 @@ class Launch(Protocol):
 
     def __call__(
         self,
-        y: Tensor,
+        y: Any,
         v0: Tensor | None,
         residual: Tensor | None,
         affine: tuple[Tensor | None, Tensor | None],
@@ -174,10 +175,10 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     key = groups, shape, x.kind, affine, added, numbers, pool, unit.backend
     if type(y) is Deferred:
         inputs = Inputs(None, v, residual, scale, shift, w)
-        parts = _in_parts(node, unit, inputs, y, wanted, key)
-        if parts is None:
+        ran = _with_convolution(node, unit, inputs, y, wanted, key)
+        if ran is None:
             return None
-        found, out, last = parts
+        found, out, last = ran
     else:
         # Past NamedTuple's own function.
         inputs = tuple.__new__(Inputs, (y, v, residual, scale, shift, w))
@@ -189,16 +190,41 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None
-    unit.ran = found.launch.kernel
+    unit.ran, unit.convolved = found.launch.kernel, y is not None and y.one is not None
     return _value(node, unit, found, wanted, (inputs, y), out)
+
+
+def _with_convolution(
+    node: Any, unit: Unit, inputs: Inputs, drives: Deferred, wanted: Sums | None, key: tuple[Any, ...]
+) -> tuple[Prepared, Tensor, Tensor] | None:
+    """Run a convolution and the neuron behind it: what was prepared, with the shapes of all; the output; and the last
+    voltages. None where no launch is made for these.
+    """
+    by = _in_parts if drives.one is None else _in_one
+    return by(node, unit, inputs, drives, wanted, key)
+
+
+def _in_one(
+    node: Any, unit: Unit, inputs: Inputs, drives: Deferred, wanted: Sums | None, key: tuple[Any, ...]
+) -> tuple[Prepared, Tensor, Tensor] | None:
+    """``_with_convolution`` by one kernel."""
+    if drives.made is not None or inputs.residual is not None:  # somebody read the whole
+        return None
+    prepared = _prepared(unit, node, inputs, wanted, (*key, drives.one), drives)
+    if prepared is NONE:
+        return None
+    weights = None if wanted is None else wanted.flat
+    affine = inputs.scale, inputs.shift
+    out, last = prepared.launch(drives.inputs(), inputs.v, None, affine, weights, inputs.w)
+    # Whoever reads the drives, or frames, from now on gets those that the sums were made of.
+    drives.by = prepared.launch
+    return prepared, out, last
 
 
 def _in_parts(
     node: Any, unit: Unit, inputs: Inputs, drives: Deferred, wanted: Sums | None, key: tuple[Any, ...]
 ) -> tuple[Prepared, Tensor, Tensor] | None:
-    """Run a convolution and the neuron behind it on some samples and channels after the other: what was prepared, with the
-    shapes of all; the output; and the last voltages. None where no launch is made for these.
-    """
+    """``_with_convolution`` on some samples and channels after the other."""
     _, v, residual, scale, shift, w = inputs
     try:
         if drives.made is not None or unit.launches.get(key) is NONE:  # somebody read the whole; found out before
@@ -236,14 +262,16 @@ def _is_by_channel(x: Tensor, y: Tensor) -> bool:
     return known and not x.requires_grad and x.shape == y.shape[2:3] and x.device == y.device
 
 
-def _prepared(unit: Unit, node: Any, inputs: Inputs, wanted: Sums | None, key: tuple[Any, ...]) -> Any:
-    """What was prepared for ``key``, now if not before; NONE where nothing can be."""
+def _prepared(
+    unit: Unit, node: Any, inputs: Inputs, wanted: Sums | None, key: tuple[Any, ...], drives: Deferred | None = None
+) -> Any:
+    """What was prepared for ``key``, now if not before; NONE where nothing can be. ``drives``: to be convolved as well."""
     try:
         found = unit.launches.get(key)
     except TypeError:  # a pool's options are lists
         return NONE
     if found is None or (found is not NONE and found.wanted is not wanted and not found.fits(wanted)):
-        found = _prepare(unit, node, inputs, key[0], wanted) or NONE
+        found = _prepare(unit, node, inputs, key[0], wanted, drives) or NONE
         if len(unit.launches) >= KEPT:
             unit.launches.clear()
         unit.launches[key] = found
@@ -270,9 +298,13 @@ def _value(
     return value
 
 
-def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums | None) -> Prepared | None:
+def _prepare(
+    unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums | None, drives: Deferred | None
+) -> Prepared | None:
     """A launch for such inputs; None where neither CUDA kernels run nor, on the CPU, those of tiles."""
     y, v, residual, scale, shift, _ = inputs
+    if y is None and drives is not None:
+        y = drives.stand_in()
     assert y is not None
     window = None if unit.pool is None else host.pool_window(unit.pool)
     if not y.numel() or (window is None) is not (unit.pool is None):
@@ -288,7 +320,7 @@ def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums
         scale, shift = scale.to(WIDE[y.dtype]), shift.to(WIDE[y.dtype])
     call = kernels.Call(y, node, lengths, v, residual, scale, shift, unit.pool, weights, size)
     o = kernels.operands(call, None)
-    launch = _launch(o, kernel)
+    launch = _launch(o, kernel, None if drives is None else drives.one)
     if launch is None:
         return None
     frames = (groups.total, *y.shape[1:])
@@ -297,8 +329,10 @@ def _prepare(unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums
     return Prepared(launch, wanted, lengths, window, inner, frames)
 
 
-def _launch(o: Operands, kernel: str) -> Launch | None:
-    """A launch of the kernel of this name; None of those on the CPU that are no tiles'."""
+def _launch(o: Operands, kernel: str, one: conv_fire.Convolution | None) -> Launch | None:
+    """A launch of the kernel of this name, with a convolution in it or not; None of those on the CPU that are no tiles'."""
+    if one is not None:
+        return conv_fire.ConvLaunch(o, kernel, one) if kernel in backends.ON_CUDA else None
     if kernel in backends.ON_CUDA:
         from sj_tac.kernels.gpu import launches as on_cuda
 

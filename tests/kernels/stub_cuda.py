@@ -16,7 +16,7 @@ import torch
 
 from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate_op, backends, fire_op, norm_map
-from sj_tac.kernels.gpu import cupy_launch, launchers, nvrtc_launch, program as cuda
+from sj_tac.kernels.gpu import conv_fire, cupy_launch, launchers, nvrtc_launch, program as cuda
 from sj_tac.runtime import straight
 
 # Whether there is a device, and where the tests of one keep their tensors.
@@ -236,6 +236,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(backends, "fastest", on_a_device)
     monkeypatch.setitem(straight.DTYPES, "cpu", fire_op.ON_CUDA)
     monkeypatch.setattr(dispatch, "AT_HAND", set())
+    monkeypatch.setattr(conv_fire, "DEVICES", {"cpu"})
 
 
 def needs_device(why):

@@ -3,8 +3,9 @@
 from itertools import product
 
 import pytest
+import torch
 
-from benchmarks import arithmetic, event_conv, registers
+from benchmarks import arithmetic, event_conv, first_layer, registers
 from sj_tac.kernels.gpu import launchers, program as cuda
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="no cuda-bindings to compile with")
@@ -35,6 +36,28 @@ def programs():
         for kernel in ("fire_pool", "fire_pool_weights"):
             shared = COMMON | {"LAST": last, "GROUP": 2 * mean, "IO": mean}
             yield cuda.program(kernel, **shared, **POOL, MEAN=mean, BLOCK=128, WIDTH_V=1)
+    conv = {
+        "C_IN": 2,
+        "KERNEL": 3,
+        "STRIDE": 1,
+        "PADDING": 1,
+        "BIAS": 0,
+        "TX": 32,
+        "TY": 2,
+        "TZ": 4,
+        "DEEP": 4,
+        "BLOCK": 256,
+    }
+    for number, (kernel, windows) in enumerate(product((3, 5, 7), (True, False))):
+        macros = registers.neuron(
+            1 + number % 3, number % 3, False, windows, WIDTH_V=1 if windows else (4, 2, 1)[number // 2]
+        )
+        macros |= {"MODE": number % 5, "HARD": windows, "WHOLE": number != 1, "MEAN": number == 2, "WIDE": number % 2}
+        tile = {"C_IN": 1 + number % 4, "KERNEL": kernel, "STRIDE": 1 + number % 2, "DEEP": (4, 1, 2)[number % 3], "TX": 8}
+        masks = number == 5
+        more = conv | tile | {"BIAS": windows, "BLOCK": 64, "MASKS": masks, "REST0": number % 2}
+        yield cuda.program("conv_fire_forward", **macros | more | ({"GROUP": 0} if masks else {}))
+        yield cuda.program("conv_drives", **macros | more)
     yield cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=128)
     for io in range(3):
         for kernel in ("aggregate_forward", "aggregate_backward"):
@@ -74,6 +97,31 @@ def test_main_specialisations_keep_their_state_in_registers():
         assert found.spill_bytes == 0
         count = registers.instructions(found.code)
         assert count is None or count <= 5000
+
+
+def test_first_layers_in_one_kernel_keep_their_state_in_registers():
+    """A quarter of a multiprocessor's lanes at least, next to nothing spilled, and a convolution that is mostly fmaf."""
+    for case, dtype in product(first_layer.CASES, (torch.float32, torch.bfloat16)):
+        program, shared = registers.layer_1(case, dtype, 2)
+        found = registers.compile_for(program, 90)
+        assert found.registers <= 128
+        assert found.spill_bytes <= 16
+        assert shared <= 48 * 1024
+        loops = registers.loops(found.code)
+        if loops:
+            convolving = max(loops, key=lambda one: one.counts["FFMA"] / one.length)
+            assert convolving.counts["FFMA"] == dict(program.macros)["KERNEL"] ** 2 * 16
+            assert convolving.counts["FFMA"] > 0.8 * convolving.length
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("TF32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_instructions_that_the_arithmetic_counts_for_first_layers_are_the_kernels(precision, dtype):
+    for case, counted in arithmetic.DRIVE[precision].items():
+        for k, expected in zip(arithmetic.FIRST_KS, counted, strict=True):
+            found = registers.instructions_a_drive(registers.layer_1(case, dtype, k)[0])
+            if found is None:
+                pytest.skip("no nvdisasm")
+            assert found == pytest.approx(expected, rel=0.05)
 
 
 def test_programs_are_compiled_as_their_launcher_compiles_them():

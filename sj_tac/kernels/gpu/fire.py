@@ -33,7 +33,13 @@ class Grid(NamedTuple):
 
 
 class Fire:
-    """One call: shapes, layout and numbers that forward and backward share. Operands as checked."""
+    """One call: shapes, layout and numbers that forward and backward share. Operands as checked.
+
+    Attributes:
+        shared: bytes of shared memory that a block of the program with the steps takes.
+    """
+
+    shared = 0
 
     def __init__(self, o: Operands) -> None:
         y, lengths, pool, window = o.y, o.lengths, o.pool, o.window
@@ -42,7 +48,7 @@ class Fire:
         # Maps of one pixel lie in memory as channels_last does: by its kernels, whose threads go along the channels.
         self.device, self.format = y.device, is_channels_last(y)
         self.last = self.format or (self.height == self.width == 1 and out_size == (1, 1))
-        self.y = cuda.dense(y, self.last, y.dtype)
+        self.y = self.drives(y)
         self.residual = None if o.residual is None else cuda.dense(o.residual, self.last, y.dtype)
         self.k, self.steps = max(lengths), sum(lengths)
         self.v0 = None if o.v0 is None else cuda.dense(o.v0, self.last, torch.float32)
@@ -67,6 +73,10 @@ class Fire:
         )  # fmt: skip
         wide = cuda.needs_wide(self.steps * self.frame, self.out_shape[0] * self.emitted, self.words * self.frame)
         self.common = {"IO": cuda.IO[y.dtype], "WIDE": wide, "LAST": self.last, "GROUP": self.group}
+
+    def drives(self, y: Tensor) -> Tensor:
+        """The drives as the kernels read them."""
+        return cuda.dense(y, self.last, y.dtype)
 
     def run_length(self, windows: bool) -> int:
         """Slots of one channel, or of neighbouring channels, side by side in memory."""

@@ -40,12 +40,19 @@ class Launch:
     )
     # fmt: on
     reads_weights = True
+    # Beta and gamma of merged steps, which no launch is made for: a null pointer, where the kernel takes one.
+    linear: tuple[None, ...] = (None,)
 
     def __init__(self, o: Operands, kernel: str) -> None:
         """Raises ValueError where the operands do not fit each other, BackendError where the kernels cannot be had."""
         refuse_dtype("fire", o.y, ON_CUDA)
         check_fire(o)
-        call = Fire(o)
+        self._prepare(self._call(o), o, kernel)
+
+    def _call(self, o: Operands) -> Fire:
+        return Fire(o)
+
+    def _prepare(self, call: Fire, o: Operands, kernel: str) -> None:
         self.kernel, self.device, self.dtype, self.last = kernel, o.y.device, o.y.dtype, call.last
         out, v = call.memory()
         self.shape, self.out, self.v = tuple(out.shape), out.stride(), (tuple(v.shape), v.stride())
@@ -60,7 +67,12 @@ class Launch:
             self.pool = launchers.prepared(kernel, cuda.Launch(program, blocks, (call.call,), 0, self.device))
             out = torch.empty(self.bits, dtype=torch.int32, device=self.device)
         program, blocks = call.stepping(call.windows, out, v)
-        self.steps = launchers.prepared(kernel, cuda.Launch(program, blocks, (call.call,), 0, self.device))
+        numbers = self._numbers(call)
+        self.steps = launchers.prepared(kernel, cuda.Launch(program, blocks, numbers, call.shared, self.device))
+
+    def _numbers(self, call: Fire) -> tuple[cuda.Argument, ...]:
+        """What the program with the steps takes behind addresses."""
+        return (call.call,)
 
     def _lying(self, x: Tensor, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Frames as the kernels read them; a copy where they lie otherwise, or begin where no vector may."""
@@ -78,27 +90,39 @@ class Launch:
         w: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Output and last voltages; ``affine``: scale and shift; weights: [T] in float32; w: of a PLIF, in any dtype."""
+        y = self._lying(y, self.lies, self.dtype)
+        if residual is not None and self.added is not None:
+            residual = self._lying(residual, self.added, self.dtype)
+        # The kernel reads without looking.
+        assert (residual is not None) == (self.added is not None)
+        return self._run((y, residual), v0, affine, weights, w)
+
+    def _run(
+        self,
+        read: tuple[Tensor | None, ...],
+        v0: Tensor | None,
+        affine: tuple[Tensor | None, Tensor | None],
+        weights: Tensor | None,
+        w: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``read``: what the drives are made of, as the program with the steps takes it in front."""
         device, (v_shape, v_stride) = self.device, self.v
         out = torch.empty_strided(self.shape, self.out, dtype=self.dtype, device=device)
         v = torch.empty_strided(v_shape, v_stride, dtype=torch.float32, device=device)
-        y, scale, shift = self._lying(y, self.lies, self.dtype), _by_channel(affine[0]), _by_channel(affine[1])
+        scale, shift = _by_channel(affine[0]), _by_channel(affine[1])
         if v0 is not None:
             v0 = self._lying(v0, v_stride, torch.float32)
-        if residual is not None and self.added is not None:
-            residual = self._lying(residual, self.added, self.dtype)
         # Another neuron than a PLIF may have a parameter of that name as well.
         rate = w.to(torch.float32).sigmoid() if self.rate and w is not None else None
-        # The kernel reads without looking.
-        assert (residual is not None, scale is not None) == (self.added is not None, self.affine)
-        assert (shift is not None, rate is not None) == (self.affine, self.rate)
+        assert (scale is not None, shift is not None, rate is not None) == (self.affine, self.affine, self.rate)
         assert (0 if weights is None else weights.numel()) == self.weights
         assert weights is None or (weights.dtype is torch.float32 and weights.is_contiguous())
-        at = [0 if x is None else x.data_ptr() for x in (residual, scale, shift, v0, None, rate, weights)]
+        at = [0 if x is None else x.data_ptr() for x in (*read, scale, shift, v0, *self.linear, rate, weights)]
         if self.pool is None or self.bits is None:
-            self.steps(y.data_ptr(), *at, out.data_ptr(), v.data_ptr())
+            self.steps(*at, out.data_ptr(), v.data_ptr())
         else:
             bits = torch.empty(self.bits, dtype=torch.int32, device=device)
-            self.steps(y.data_ptr(), *at, bits.data_ptr(), v.data_ptr())
+            self.steps(*at, bits.data_ptr(), v.data_ptr())
             self.pool(bits.data_ptr(), at[-1], out.data_ptr())
         RUNS["fire", self.kernel] += 1
         return out, v

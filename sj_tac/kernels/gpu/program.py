@@ -20,7 +20,9 @@ from sj_tac.kernels.layout import laid
 FOLDER = Path(__file__).parent / "src"
 # The files of each kernel, in order.
 FILES: dict[str, tuple[str, ...]] = {
-    "fire_forward": ("numbers.cuh", "neuron.cuh", "fire.cu"),
+    "fire_forward": ("numbers.cuh", "neuron.cuh", "steps.cuh", "fire.cu"),
+    "conv_fire_forward": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "steps.cuh", "conv.cuh", "conv_fire.cu"),
+    "conv_drives": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "conv.cuh", "conv_drives.cu"),
     "fire_backward": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "backward.cu"),
     "fire_backward_pooled": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "windows.cuh", "backward.cu"),
     "fire_pool": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),

@@ -3,7 +3,7 @@
 #ifdef SHIM
 #define SHARED float* shared = shim_shared
 #else
-#define SHARED extern __shared__ float shared[]
+#define SHARED extern __shared__ __align__(16) float shared[]
 #endif
 
 // Where the block's threads count: shared memory, or their part of ``scratch`` where that would be too small.

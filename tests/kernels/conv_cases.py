@@ -1,0 +1,64 @@
+"""What the tests of convolution and ``fire`` in one kernel share: the convolution in plain C, in the promised order."""
+
+import ctypes
+import hashlib
+
+import shim
+import torch
+import torch.nn.functional as F
+
+from sj_tac.kernels import fire as kernels
+from sj_tac.kernels.gpu import conv_fire
+
+# Loops and nothing else: what conv.cuh says of its order of additions, for frames that have been padded already.
+PLAIN = """
+#include <math.h>
+extern "C" void convolve(const float* x, const float* w, float* y, const int* n) {
+    const int maps = n[0], inputs = n[1], height = n[2], width = n[3], outputs = n[4], kernel = n[5], stride = n[6];
+    const int high = (height - kernel) / stride + 1, wide = (width - kernel) / stride + 1;
+    for (int m = 0; m < maps; m++)
+        for (int o = 0; o < outputs; o++)
+            for (int r = 0; r < high; r++)
+                for (int c = 0; c < wide; c++) {
+                    float sum = 0.0f;
+                    for (int i = 0; i < inputs; i++)
+                        for (int a = 0; a < kernel; a++)
+                            for (int b = 0; b < kernel; b++)
+                                sum = fmaf(x[((m * inputs + i) * height + r * stride + a) * width + c * stride + b],
+                                           w[((o * inputs + i) * kernel + a) * kernel + b], sum);
+                    y[((m * outputs + o) * high + r) * wide + c] = sum;
+                }
+}
+"""
+
+
+def plain():
+    """The compiled loops."""
+    name = hashlib.sha256(PLAIN.encode()).hexdigest()[:16]
+    source, binary = shim.folder() / f"plain_{name}.cpp", shim.folder() / f"plain_{name}.so"
+    if not binary.exists():
+        source.write_text(PLAIN)
+        assert not (wrong := shim.build(source, "-o", binary)), wrong
+    return ctypes.CDLL(str(binary)).convolve
+
+
+def drives_of(frames, weight, bias, stride, padding):
+    """The drives [G, N, C, H, W] of frames [G, N, C_in, H, W], to the last bit what the kernel promises."""
+    x = F.pad(frames.float().flatten(0, 1), [padding] * 4).contiguous()
+    w = weight.float().contiguous()
+    kernel = w.shape[2]
+    map_ = [(size - kernel) // stride + 1 for size in x.shape[2:]]
+    y = torch.empty(x.shape[0], w.shape[0], *map_)
+    numbers = (ctypes.c_int * 7)(x.shape[0], x.shape[1], x.shape[2], x.shape[3], w.shape[0], kernel, stride)
+    plain()(*(ctypes.c_void_p(t.data_ptr()) for t in (x, w, y)), numbers)
+    if bias is not None:
+        y += bias.float().view(-1, 1, 1)
+    return y.to(frames.dtype).view(*frames.shape[:2], *y.shape[1:])
+
+
+def launch_of(call, of, stride, padding, launcher="cupy"):
+    """The launch for a ``kernels.Call`` whose drives are convolved of these."""
+    options = ((stride, stride), (padding, padding), (1, 1), 1)
+    one = conv_fire.convolution(of, options, call.y.shape)
+    assert one is not None
+    return conv_fire.ConvLaunch(kernels.operands(call, None), launcher, one)
