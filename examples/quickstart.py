@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, default=Path("quickstart.png"), help="where the plot goes")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of every net, at most; medians are shown")
     parser.add_argument("--seconds", type=float, default=30.0, help="what both tables may take, as far as rounds decide")
-    parser.add_argument("--digits", type=int, default=500, help="how many of the 1,000 digits")
+    parser.add_argument("--digits", type=int, default=300, help="how many of the 1,000 digits")
     args = parser.parse_args()
     if args.rounds < 1 or not args.seconds > 0 or not 1 <= args.digits <= 1000:
         parser.error("at least one round, more than no second, 1 to 1000 digits")

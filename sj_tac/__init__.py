@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sj_tac.tuning.sensitivity import Sensitivity, sensitivity
     from sj_tac.verdicts import Reason, Report, Verdict
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "TAC",

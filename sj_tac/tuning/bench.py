@@ -99,9 +99,10 @@ class Bench(Shown):
         return picture
 
     def __rich__(self) -> Table:
+        rounds = f"at least {self.rounds} round{'s' if self.rounds > 1 else ''}"
         about = (
-            f"Agreement: same prediction as {SOURCE}. Speed-up: over the fastest SpikingJelly row; medians of {self.rounds} "
-            f"rounds in turns or more, input {list(self.timed)}. Memory mode: {self.machine.get('memory', memory.DEFAULT)}."
+            f"Agreement: same prediction as {SOURCE}. Speed-up: over the fastest SpikingJelly row; medians of {rounds}, all "
+            f"in turns, input {list(self.timed)}. Memory mode: {self.machine.get('memory', memory.DEFAULT)}."
         )
         table = Table(
             title=self.title + (" (interrupted)" if self.interrupted else ""),
