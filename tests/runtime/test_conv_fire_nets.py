@@ -10,6 +10,8 @@ import pytest
 import shim
 import stub_cuda
 import torch
+import torch.nn.functional as F
+from conv_cases import drives_of
 from spikingjelly.activation_based import functional, layer, neuron
 from straight_cases import NEURONS, awake, compare, each
 from torch import nn
@@ -188,18 +190,38 @@ def test_frames_that_are_read_later_are_those_that_the_sums_were_made_of(pool):
     assert found.std() > 0.1
 
 
+def noisy(k=1):
+    """A layer whose drives another order of additions rounds otherwise."""
+    net = source(layers=1)
+    net[0].weight.data.normal_(0, 0.5)
+    return converted(net, k)
+
+
 @torch.no_grad()
 def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on():
-    net = source(layers=1)
-    net[0].weight.normal_(0, 0.5)
-    net = converted(net, 1)
-    value = net[1](net[0](frames()))
+    net, x = noisy(), frames()
+    drives = net[0](x)
+    value = net[1](drives)
     spikes = net[2](value)[:]
-    node = copy.deepcopy(net[2]).__class__.__mro__[2]  # the host's own class
-    assert node is neuron.LIFNode
-    own = neuron.LIFNode(step_mode="m")
-    assert torch.equal(own(value[:]), spikes)
+    promised = drives_of(x, net[0].weight, None, 1, 1)
+    theirs = F.conv2d(x.flatten(0, 1), net[0].weight, padding=1).view(promised.shape)
+    assert not torch.equal(promised, theirs), "else nothing is tried here"
+    assert torch.equal(drives[:], promised)
+    assert torch.equal(neuron.LIFNode(step_mode="m")(value[:]), spikes)
     assert 0.02 < spikes.mean() < 0.9
+
+
+@torch.no_grad()
+def test_a_neuron_runs_on_the_drives_that_somebody_has_read():
+    net, x, before = noisy(), frames(), count()
+    drives = net[0](x)
+    theirs = F.conv2d(x.flatten(0, 1), net[0].weight, padding=1).view(drives.shape)
+    assert torch.equal(drives[:], theirs)
+    value = net[1](drives)
+    spikes = net[2](value)[:]
+    assert count() == before
+    assert torch.equal(neuron.LIFNode(step_mode="m")(value[:]), spikes)
+    assert torch.equal(drives[:], theirs)
 
 
 @torch.no_grad()
@@ -315,6 +337,8 @@ def test_what_is_prepared_is_made_once_and_sees_every_change():
         for node in each(net, neuron.BaseNode):
             node.v_threshold = 0.7
         compare(net, x)
-        net[0].padding = (2, 2)
-        compare(net, x)
+        net[0].weight, net[0].padding = nn.Parameter(torch.randint(-8, 9, (4, 2, 5, 5)) / 16), (2, 2)
+        before = count()
+        compare(net, x)  # a map of the same size
+        assert count() == before + 6
     assert [len(m._tac.launches) for m in each(net, neuron.BaseNode)] != made
