@@ -17,7 +17,7 @@ from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate as aggregation, reference
 from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.weights import decay_weights, learned_weights
-from sj_tac.runtime import compiled, matched
+from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.expressions import Later, SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, sums
@@ -170,21 +170,6 @@ class Drive:
             return x
         run = aggregation.RUNNERS[aggregation.choose(self.backend, x.device, x.dtype)]
         return run(x, *wanted.weights())
-
-    def sums_of_free_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, int]:
-        """In a call that torch compiles: the sums of any number of frames [T, ...], and how many frames each is for."""
-        merged, stretch = self.span
-        compact = compiled.mean_of_alike(x, self.span.factor)
-        size, wide = self.frames, reference.accumulation_dtype(x.dtype)
-        if size == 1:
-            return compact, self.span.factor
-        beta = host.decay(self.node, wide) if self.weights == "decay" else 0.0
-        table = []
-        for held in range(1, size * stretch + 1):  # steps in a group: the last frame may stand for fewer
-            lengths = (*[stretch] * (held // stretch), *([held % stretch] if held % stretch else []))
-            table.append(self._row(lengths, beta, wide, logits))
-        last = compiled.last_of(compiled.groups_of(x.shape[0], merged), size * stretch)
-        return compiled.sums(compact, table, size, last), self.span.factor * size
 
     def takes(self, x: Frames) -> bool:
         """True where the compact form of a value will do: what the frames' own sums would be is known from it."""
