@@ -203,6 +203,7 @@ def stopping(*args, **kwargs):
     return run(*args, **kwargs)
 
 setattr(holder, name, stopping)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in a shell's background
 runpy.run_module("sj_tac", run_name="__main__")
 """
 

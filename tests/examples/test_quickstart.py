@@ -92,7 +92,7 @@ def test_fine_tuning_with_moving_bn_is_reported(events):
 
 def test_the_script_prints_a_table_and_draws(digits, events, monkeypatch, tmp_path, capsys):
     small = [quickstart.Task(t.title, t.net, t.frames[:, :20], t.labels[:20]) for t in (digits, events)]
-    monkeypatch.setattr(quickstart, "digits", lambda: small[0])
+    monkeypatch.setattr(quickstart, "digits", lambda count: small[0])
     monkeypatch.setattr(quickstart, "events", lambda: small[1])
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--png", str(tmp_path / "q.png"), "--rounds", "1"])
     quickstart.main()
