@@ -12,6 +12,7 @@ from sj_tac import host
 from sj_tac.errors import InputError
 from sj_tac.host import dispatch, layer
 from sj_tac.kernels import reference
+from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.weights import decay_weights
 from sj_tac.runtime import deferred
 from sj_tac.runtime.drives import Drive
@@ -134,7 +135,8 @@ class DriveModule(Matchable):
         plain = plain and nn.Conv2d.forward is _FORWARDS[1] and weight is not None and "bias" in held
         if not plain or "weight" in own or "bias" in own:
             return DriveModule._run(self, frames)
-        if deferred.may_pay(self, frames):
+        large = 8 * frames.numel() * self.out_channels >= deferred.LARGE * self.in_channels
+        if large or (frames.device.type in conv_fire.DEVICES and deferred.may_be_one(self, frames)):
             # Sums are nobody else's, where anything was summed at all.
             owned = self._tac.ran == "sums" or (wanted is not None and not wanted.sums_nothing)
             later = deferred.defer(self, x, frames, owned)

@@ -164,10 +164,8 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool) -> Deferred | None:
     return Deferred(kept, weight.detach().clone(), None if bias is None else bias.detach().clone(), options, shape, one)
 
 
-def may_pay(conv: Any, frames: Tensor) -> bool:
-    """Whether ``defer`` is to be asked, by the sizes alone: most convolutions are run at once."""
-    if 8 * frames.numel() * conv.out_channels >= LARGE * conv.in_channels:
-        return True
+def may_be_one(conv: Any, frames: Tensor) -> bool:
+    """Whether one kernel may run it with the neuron behind it, by what is asked and the channels alone."""
     few: bool = conv.in_channels <= conv_fire.FEW
     return few and conv_fire.is_asked(frames.device)
 
