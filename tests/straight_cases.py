@@ -8,6 +8,13 @@ import sj_tac
 from sj_tac.runtime import straight
 from sj_tac.runtime.borders import definition
 
+POOLS = {
+    "none": None,
+    "2x2": lambda: layer.MaxPool2d(2),
+    "average": lambda: layer.AvgPool2d(2),
+    "3x3": lambda: layer.MaxPool2d(3, 2, 1),
+}
+
 
 def awake(node=None, pool=None, layers=3):
     """Conv -> BN -> neuron [-> pool], whose neurons fire; seeded by the caller."""

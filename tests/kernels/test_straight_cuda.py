@@ -7,8 +7,8 @@ import pytest
 import shim
 import stub_cuda
 import torch
-from spikingjelly.activation_based import functional, layer, neuron
-from straight_cases import CHANGES, NEURONS, awake, compare, each, launches
+from spikingjelly.activation_based import functional, neuron
+from straight_cases import CHANGES, NEURONS, POOLS, awake, compare, each, launches
 from support import node
 
 import sj_tac
@@ -17,12 +17,6 @@ from sj_tac.kernels.gpu import launchers, launches as prepared
 from sj_tac.kernels.layout import RUNS
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
-POOLS = {
-    "none": None,
-    "2x2": lambda: layer.MaxPool2d(2),
-    "average": lambda: layer.AvgPool2d(2),
-    "3x3": lambda: layer.MaxPool2d(3, 2, 1),
-}
 
 
 device = stub_cuda.device

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from conv_cases import drives_of
 from spikingjelly.activation_based import functional, layer, neuron
-from straight_cases import NEURONS, awake, compare, each
+from straight_cases import NEURONS, POOLS, awake, compare, each
 from torch import nn
 
 import sj_tac
@@ -25,12 +25,6 @@ from sj_tac.runtime.values import Shared, Spikes
 from tests.runtime.test_deferred import BETWEEN, Block
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
-POOLS = {
-    "none": None,
-    "2x2": lambda: layer.MaxPool2d(2),
-    "average": lambda: layer.AvgPool2d(2),
-    "3x3": lambda: layer.MaxPool2d(3, 2, 1),
-}
 
 
 @pytest.fixture(autouse=True)
