@@ -60,7 +60,6 @@ NEURONS = {
     "PLIF": lambda: neuron.ParametricLIFNode(surrogate_function=surrogate.ATan()),
     "LIF no decay": lambda: neuron.LIFNode(decay_input=False, v_reset=-0.1, v_threshold=0.8),
 }
-POOLS = {"none": None, "max": lambda: layer.MaxPool2d(2), "avg": lambda: layer.AvgPool2d(2)}
 
 
 def each(net, kind):

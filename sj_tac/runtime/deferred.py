@@ -32,6 +32,9 @@ from sj_tac.support import memory
 # Bytes of an output above which glibc always gives it back; bytes that a part should have, which are kept for the next.
 LARGE, PART = 32 << 20, 8 << 20
 LARGEST_KEPT = LARGE - (1 << 16)
+# How many of the largest are kept at most, and the small blocks behind them, which are never freed.
+KEPT, MOST_BEHIND = 4, 256
+_BEHIND: list[Tensor] = []
 # Channels of a part, at least: fewer make a convolution slower. Of few input channels it hardly matters.
 FEWEST, FEWEST_OF_FEW, FEW = 64, 32, 4
 # A copy of the weights, or of an input that is somebody else's, may cost this share of the output. In one kernel the output
@@ -189,8 +192,22 @@ def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequenc
 
 @cache
 def _let_parts_stay() -> None:
-    """Free a block just below glibc's limit, once: it then keeps blocks of that size, and twice as much in all."""
-    torch.empty(LARGEST_KEPT, dtype=torch.uint8, device="cpu")
+    """Have glibc keep blocks below its limit, once in a process: up to ``KEPT`` of them, in pages that it has used.
+
+    It keeps blocks of a size once one of that size was freed, but gives back what is free at the end of its heap, as soon
+    as that is twice as much. Small blocks that stay lie behind the room here, so that it is no longer at the end.
+    """
+
+    def block(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    block(LARGEST_KEPT)
+    room = [block(LARGEST_KEPT) for _ in range(KEPT)]
+    end = max(some.data_ptr() for some in room)
+    for _ in range(MOST_BEHIND):  # the first ones fill gaps that lie before
+        _BEHIND.append(block(1 << 12))
+        if _BEHIND[-1].data_ptr() > end:
+            break
 
 
 def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

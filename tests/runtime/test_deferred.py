@@ -176,7 +176,7 @@ def test_what_happens_between_the_convolution_and_its_neuron(change, mode, k, mo
 
 
 def test_frames_that_are_read_after_the_weights_were_changed():
-    net = converted(2, pool=POOLS["max"], layers=2)
+    net = converted(2, pool=POOLS["2x2"], layers=2)
     with torch.no_grad(), definition(net):
         expected = net[:3](frames())
     functional.reset_net(net)
