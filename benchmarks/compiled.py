@@ -21,7 +21,7 @@ import onnxruntime
 import torch
 from rich.console import Console
 from rich.table import Table
-from spikingjelly.activation_based import functional
+from spikingjelly.activation_based import functional, neuron
 from torch import Tensor, nn
 
 import sj_tac
@@ -49,14 +49,46 @@ def in_onnxruntime(path: Path, x: Tensor) -> Any:
     return lambda: torch.from_numpy(session.run(None, given)[0])
 
 
-def rows(ks: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of every way, with the seconds that it takes to get ready and what it differs by."""
-    torch.manual_seed(0)
-    source = GestureNet(channels=CHANNELS, blocks=BLOCKS, size=SIZE).eval()
-    for module in source.modules():
+def firing_rates(net: nn.Module, x: Tensor) -> list[float]:
+    """Spikes per neuron and step of every neuron. Raises ValueError where one of them is not between 2 % and 50 %."""
+    rates: list[float] = []
+    handles = [
+        m.register_forward_hook(lambda module, args, spikes: rates.append(round(float(spikes.mean()), 3)))
+        for m in net.modules()
+        if isinstance(m, neuron.BaseNode)
+    ]
+    with torch.no_grad():
+        functional.reset_net(net)
+        net(x)
+    for handle in handles:
+        handle.remove()
+    if not all(0.02 <= rate <= 0.5 for rate in rates):
+        raise ValueError(f"firing rates are {rates}; a net that hardly fires proves nothing")
+    return rates
+
+
+def firing_net(x: Tensor) -> nn.Module:
+    """The net with the statistics of ``x`` in its norms, and biases with which every layer fires."""
+    net = GestureNet(channels=CHANNELS, blocks=BLOCKS, size=SIZE)
+    for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.bias, 0.0, 1.0)  # so that neurons fire
+            nn.init.uniform_(module.weight, 1.0, 2.0)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+            module.momentum = 1.0
+        elif isinstance(module, nn.Linear):
+            nn.init.uniform_(module.weight, -0.1, 0.1)
+    with torch.no_grad():
+        net.train()(x)
+    functional.reset_net(net)
+    return net.eval()
+
+
+def rows(ks: list[int], rounds: int) -> tuple[list[dict[str, Any]], list[float]]:
+    """Milliseconds of every way, with the seconds that it takes to get ready and what it differs by; the firing rates."""
+    torch.manual_seed(0)
     x = (torch.rand(STEPS, BATCH, 2, SIZE, SIZE) < 0.3).float()
+    source = firing_net(x)
+    rates = firing_rates(source, x)
     runs, ready = {"SpikingJelly": called(source, source, x)}, {"SpikingJelly": 0.0}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for k in ks:
@@ -84,7 +116,7 @@ def rows(ks: list[int], rounds: int) -> list[dict[str, Any]]:
             "differs": float((outputs[name] != outputs[name.split(",")[0]]).float().mean()),
         }
         for name, ms in milliseconds.items()
-    ]
+    ], rates
 
 
 def main() -> None:
@@ -93,8 +125,8 @@ def main() -> None:
     made.add_argument("--k", type=int, nargs="+", default=[1, 4], help="frames per convolution (default 1 4)")
     options = parsed(made)
     torch.set_num_threads(1)
-    found = rows(options.k, options.rounds)
-    table = Table(title=f"input {[STEPS, BATCH, 2, SIZE, SIZE]}")
+    found, rates = rows(options.k, options.rounds)
+    table = Table(title=f"input {[STEPS, BATCH, 2, SIZE, SIZE]}, firing rates {rates}")
     for column in ("", "ms", "to eager", "ready after, s", "outputs that differ"):
         table.add_column(column, justify="right" if column else "left")
     for row in found:
@@ -108,6 +140,7 @@ def main() -> None:
         "rounds": options.rounds,
         "net": f"GestureNet, {BLOCKS} blocks of {CHANNELS} channels",
         "input": [STEPS, BATCH, 2, SIZE, SIZE],
+        "rates": rates,
         "rows": found,
     }
     out.write_text(json.dumps(content, indent=1) + "\n")

@@ -225,8 +225,10 @@ def compiled(content: dict[str, Any]) -> str:
     """A converted net as it runs, under torch.compile and in onnxruntime."""
     keys = ("ms", "to_eager", "ready_s", "differs")
     rows = [[row["name"], *(f"{row[key]:g}{'x' * (key == 'to_eager')}" for key in keys)] for row in content["rows"]]
+    rates = ", ".join(f"{100 * rate:.0f} %" for rate in content["rates"])
     about = (
-        f"{content['net']}, input {content['input']}, 1 thread, medians of {content['rounds']} interleaved rounds. "
+        f"{content['net']}, input {content['input']}, firing rates {rates}, "
+        f"1 thread, medians of {content['rounds']} interleaved rounds. "
         f"{_where(content['machine'])}, onnxruntime {content['machine']['onnxruntime']}.\n\n"
     )
     return about + _rows(["", "ms", "to the same net uncompiled", "ready after, s", "share of outputs that differ"], rows)
