@@ -234,6 +234,26 @@ def compiled(content: dict[str, Any]) -> str:
     return about + _rows(["", "ms", "to the same net uncompiled", "ready after, s", "share of outputs that differ"], rows)
 
 
+def compiled_free(content: dict[str, Any]) -> str:
+    """A converted net that was compiled once for any T and N."""
+    keys = ("k", "T", "N", "uncompiled", "compiled", "first_s", "graphs", "differs")
+    rows = [[f"{row[key]:g}" for key in keys] for row in content["free"]]
+    about = (
+        f"{content['net']}, 1 thread, medians of {content['rounds']} interleaved rounds. {_where(content['machine'])}.\n\n"
+    )
+    head = [
+        "k",
+        "T",
+        "N",
+        "uncompiled, ms",
+        "compiled, ms",
+        "first call, s",
+        "graphs so far",
+        "share of outputs that differ",
+    ]
+    return about + _rows(head, rows)
+
+
 def launching(content: dict[str, Any]) -> str:
     """What Python takes on the way to the CUDA kernels, before and now."""
     parts = ("layer", "convolution", "norm", "neuron")
@@ -261,6 +281,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "searching": searching,
     "overhead": overhead,
     "compiled": compiled,
+    "compiled_free": compiled_free,
     "launching": launching,
 }
 

@@ -77,9 +77,11 @@ def check_fire(o: Operands, operator: str = "fire") -> None:
     # This runs on every call, however small: a comparison each, and words only where one fails.
     y, lengths = o.y, o.lengths
     shape, device, wide = y.shape, y.device, WIDE.get(y.dtype)
-    if wide is None or len(shape) != 5 or not shape[0] or len(lengths) != shape[0] or min(lengths) < 1 or o.group < 1:
+    if wide is None or len(shape) != 5 or not shape[0] or o.group < 1:
         _refuse_steps(o, operator)
-    steps = sum(lengths)
+    if len(lengths) and (len(lengths) != shape[0] or min(lengths) < 1):
+        _refuse_steps(o, operator)
+    steps = o.steps
     if o.scale is not None or o.shift is not None:
         _check_affine(o, operator, wide)
     if o.v0 is not None and (o.v0.shape != shape[1:] or o.v0.dtype is not wide or o.v0.device != device):
@@ -104,7 +106,9 @@ def _refuse_steps(o: Operands, operator: str) -> NoReturn:
         _refuse(operator, "drives", y, y, "[G, N, C, H, W] with G >= 1")
     if o.group < 1:
         _refuse(operator, "group", o.group, y, "groups of at least 1 step")
-    _refuse(operator, "lengths", list(o.lengths), y, "one number of steps for each drive, at least 1")
+    _refuse(
+        operator, "lengths", list(o.lengths), y, "one number of steps for each drive, at least 1, or none at all: one each"
+    )
 
 
 def _check_affine(o: Operands, operator: str, wide: torch.dtype) -> None:
@@ -149,7 +153,7 @@ def _pools(pool: int, window: tuple[int, ...], height: int, width: int) -> bool:
 def emitted_shape(o: Operands) -> tuple[int, ...]:
     """Shape of the output of ``fire``."""
     n, c, height, width = o.y.shape[1:]
-    rows = sum(o.lengths) if o.weights is None else -(-sum(o.lengths) // o.group)
+    rows = o.steps if o.weights is None else -(-o.steps // o.group)
     return (rows, n, c, *pooled_size(height, width, o.pool, o.window))
 
 

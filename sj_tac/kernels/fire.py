@@ -67,7 +67,7 @@ class Call(NamedTuple):
     """One call of ``fire``, whichever kernel runs it: arguments as ``functional.fire``.
 
     Attributes:
-        lengths: steps on each drive. v: voltages, or None at rest.
+        lengths: steps on each drive; empty: one on each, however many there are. v: voltages, or None at rest.
     """
 
     y: Tensor
@@ -82,6 +82,15 @@ class Call(NamedTuple):
     group: int = 1
     merge: bool = False
     normalize: bool = True
+
+
+def as_maps(x: Tensor) -> Tensor:
+    """Frames of any dimension as [T, N, C, H, W], which is what ``fire`` takes: neurons do not look at their neighbours."""
+    if x.dim() == 5:
+        return x
+    if x.dim() <= 3:
+        return x.reshape(*x.shape[:2], -1, 1, 1)
+    return x.reshape(*x.shape[:3], -1, 1)
 
 
 def _check(call: Call, linear: Tensor | None) -> None:
@@ -153,7 +162,7 @@ def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     decay, gain = _decay_and_gain(call, wide, merged)
     if isinstance(decay, Tensor) and linear is None:
         pair = [reference.tensor_of(value, wide, y.device) for value in (decay, gain)]
-        linear = torch.stack(pair).expand(len(lengths), 2)
+        linear = torch.stack(pair).expand(len(lengths) or y.shape[0], 2)
     beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
     mode, tau = host.charge_mode(node, merged), float(node.tau) if isinstance(node, host.neuron.LIFNode) else 1.0
     if mode in _MULTIPLYING and math.frexp(tau)[0] == 0.5:
@@ -201,8 +210,11 @@ RUNNERS: dict[str, Runner] = {reference.NAME: run_reference, backends.NUMBA: run
 RUNNERS |= {name: _run_cuda(name) for name in backends.ON_CUDA}
 
 
-def run(kernel: str, call: Call) -> tuple[Tensor, Tensor]:
+def run(kernel: str, call: Call, linear: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``fire`` by one kernel: output and last voltages.
+
+    Args:
+        linear: [G, 2], beta and gamma of the step on each drive, where the caller knows them; default: the neuron's.
 
     Raises:
         ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
@@ -217,7 +229,6 @@ def run(kernel: str, call: Call) -> tuple[Tensor, Tensor]:
         refuse_tangents("fire", y, v, residual, scale, shift, weights, _plif(node))
     v, scale = widened("fire", y, "voltages", v), widened("fire", y, "scale", scale)
     shift, weights = widened("fire", y, "shift", shift), widened("fire", y, "weights", weights)
-    linear = None
     if merge:
         linear = merged_steps(node, lengths, normalize, reference.accumulation_dtype(y.dtype), y.device)
     if v is not call.v or scale is not call.scale or shift is not call.shift or weights is not call.weights:

@@ -58,7 +58,8 @@ def fire_now(
         q: sigmoid(w) of a PLIF, 0-dim, without gradient.
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
         launcher: what is to launch the CUDA kernels, by its name; "": the first that works. Without meaning on a CPU.
-        lengths: steps on each drive; mode: as ``host.charge_mode``; pool: NO_POOL, MAX_POOL or AVG_POOL.
+        lengths: steps on each drive; empty: one on each, so that T need not be a number while torch compiles.
+        mode: as ``host.charge_mode``; pool: NO_POOL, MAX_POOL or AVG_POOL.
 
     Raises:
         ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
@@ -74,7 +75,7 @@ def fire_now(
     )  # fmt: skip
     refuse_dtype("fire", y, ON_CPU)
     check_fire(o)
-    out = kernels.forward(o)
+    out = kernels.forward(o.counted())
     RUNS["fire", "numba"] += 1
     return out
 
@@ -137,6 +138,7 @@ def fire_backward(
     )  # fmt: skip
     refuse_dtype("fire_backward", y, ON_CPU)
     check_fire_backward(go, gv, o)
+    o = o.counted()
     gv = empty(y, list(y.shape[1:]), False).zero_() if gv is None else gv
     if residual is None:
         found = list(kernels.backward(go, gv, o, need_linear))
@@ -177,7 +179,7 @@ def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     o = Operands(*arguments)
     refuse_dtype("fire", o.y, ON_CUDA)
     check_fire(o)
-    return cuda_fire.Fire(o).forward(launch)
+    return cuda_fire.Fire(o.counted()).forward(launch)
 
 
 def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
@@ -188,7 +190,7 @@ def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor | None, *arguments
     o = Operands(*operands)
     refuse_dtype("fire_backward", o.y, ON_CUDA)
     check_fire_backward(go, gv, o)
-    return cuda_fire.Fire(o).backward(launch, go, gv, need_linear, need_weights)
+    return cuda_fire.Fire(o.counted()).backward(launch, go, gv, need_linear, need_weights)
 
 
 @fire.register_kernel("cuda")

@@ -34,3 +34,12 @@ class Operands(NamedTuple):
     window: Sequence[int]
     group: int
     launcher: str = ""
+
+    @property
+    def steps(self) -> int:
+        """T: steps in all."""
+        return sum(self.lengths) if len(self.lengths) else self.y.shape[0]
+
+    def counted(self) -> Operands:
+        """The same with the steps on each drive written out."""
+        return self if len(self.lengths) else self._replace(lengths=[1] * self.y.shape[0])

@@ -14,7 +14,7 @@ from sj_tac.host import dispatch, layer
 from sj_tac.kernels import reference
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.weights import decay_weights
-from sj_tac.runtime import deferred
+from sj_tac.runtime import compiled, deferred
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.expressions import Later
 from sj_tac.runtime.groups import Groups, Sums, even, single
@@ -165,11 +165,12 @@ class DriveModule(Matchable):
         """The sums of a value, by the shortest way that it allows."""
         drive = self._tac
         if isinstance(x, Shared) and drive.takes(x):
-            wanted = drive.wants(x.expression.groups, x.kind, logits)
+            groups, frames = drive.compact(x)
+            wanted = drive.wants(groups, x.kind, logits)
             if wanted is not None:
                 drive.ran = "shared"
                 x.note_use()
-                return wanted, drive.aggregate(x.expression.mapped(), wanted)
+                return wanted, drive.aggregate(frames, wanted)
         wanted = drive.wants(single(x.steps), x.kind, logits)
         assert wanted is not None
         recorded = torch.is_grad_enabled()
@@ -198,10 +199,13 @@ class DriveModule(Matchable):
         frames = self._frames(x)
         if frames is None:
             return self._layer(x)
+        lengths: tuple[int, ...]
         # A compiled call cannot look whether frames are alike: it runs all of them.
         if drive.repeated and (compiling or _is_repeated(frames)):
             single = compiling or not drive.borders.alike
-            summed, lengths = (frames, (1,) * frames.shape[0]) if single else (frames[:1], (frames.shape[0],))
+            summed, lengths = (frames, (1,)) if single else (frames[:1], (frames.shape[0],))
+        elif compiled.is_free(frames):
+            return self._on_free_frames(frames, logits)
         else:
             summed, lengths = self._sums_of_frames(frames, logits)
         # The host's own layer: what compiles or traces this cannot follow the short way.
@@ -209,6 +213,13 @@ class DriveModule(Matchable):
         if not compiling:
             drive.ran, drive.seen = "plain", (frames.shape[0], summed.shape if self._counts_input else y.shape)
         repeated = reference.repeat(y, lengths)
+        return repeated.flatten(0, 1) if self._folds else repeated
+
+    def _on_free_frames(self, frames: Tensor, logits: Tensor | None) -> Tensor:
+        """The same of any number of frames, in a call that torch compiles."""
+        summed, size = self._tac.sums_of_free_frames(frames, logits)
+        y: Any = DriveModule._run(self, summed)
+        repeated = compiled.repeat(y, size, frames.shape[0])
         return repeated.flatten(0, 1) if self._folds else repeated
 
     def _sums_of_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from sj_tac.host import layer
 from sj_tac.kernels import backends, norm_map, reference
 from sj_tac.kernels.weighted_norm import weighted_batch_norm
 from sj_tac.kernels.weights import group_lengths
+from sj_tac.runtime import compiled
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.entries import is_usable
 from sj_tac.runtime.expressions import Made, SharedExpression, over
@@ -233,10 +234,19 @@ class _PoolModule(nn.Module):
         if not (pool.means and pool.borders.are_plain):
             return self._pooled(x)
         frames = ordinary(x, pool.name)
+        if compiled.is_free(frames):
+            return self._means_of_free_frames(frames)
         merged = group_lengths(frames.shape[0], pool.span.merged)
         steps = self._pooled(reference.mean_of_alike(frames, merged))
         lengths = group_lengths(steps.shape[0], pool.span.stretch)
         return reference.repeat(reference.repeat(reference.mean(steps, lengths), lengths), merged)
+
+    def _means_of_free_frames(self, frames: Tensor) -> Tensor:
+        """The mean of each group's steps, of any number of frames, in a call that torch compiles."""
+        merged, stretch = self._tac.span
+        steps = self._pooled(compiled.mean_of_alike(frames, merged))
+        means = compiled.repeat(compiled.mean(steps, stretch), stretch, steps.shape[0])
+        return compiled.repeat(means, merged, frames.shape[0])
 
     def _pooled(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x)

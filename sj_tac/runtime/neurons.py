@@ -18,7 +18,7 @@ from sj_tac import host
 from sj_tac.host import neuron
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import group_lengths, temporal_sum
-from sj_tac.runtime import straight
+from sj_tac.runtime import compiled, straight
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.expressions import Made, SharedExpression, over
@@ -264,6 +264,8 @@ class UnitModule(neuron.BaseNode):
             unit.ran = unit.ran if host.neuron_problem(self) else reference.NAME
         if args or kwargs:
             return super().multi_step_forward(x, *args, **kwargs)
+        if compiled.is_free(x) and (kernel := compiled.kernel_of(self, x)):
+            return self._on_free_frames(x, kernel)
         if unit.merge > 1:
             return self._merged_steps(x)
         lengths = group_lengths(x.shape[0], unit.span.merged)
@@ -272,6 +274,18 @@ class UnitModule(neuron.BaseNode):
             inner = group_lengths(spikes.shape[0], unit.span.stretch)
             spikes = reference.repeat(reference.mean(spikes, inner), inner)
         return reference.repeat(spikes, lengths)
+
+    def _on_free_frames(self, x: Tensor, kernel: str) -> Tensor:
+        """The same of any number of frames, in a call that torch compiles."""
+        unit, total, size = self._tac, x.shape[0], self._tac.span.merged
+        drives = compiled.mean_of_alike(x, size)
+        if unit.merge > 1:
+            before = compiled.groups_of(total, size // unit.merge)
+            return compiled.repeat(compiled.merged(self, drives, kernel, before), size, total)
+        spikes = compiled.steps(self, drives, kernel)
+        if unit.span.stretch > 1 and not unit.pools_later and unit.pool is None:
+            spikes = compiled.repeat(compiled.mean(spikes, unit.span.stretch), unit.span.stretch, spikes.shape[0])
+        return compiled.repeat(spikes, size, total)
 
     def _steps(self, x: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()

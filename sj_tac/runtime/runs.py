@@ -61,9 +61,9 @@ class Run:
         y = inputs.y
         self.frame = (y if drives is None else drives).shape[1:]  # type: ignore[union-attr]
         if y is not None and len(self.frame) != 4:
-            v = None if inputs.v is None else _as_maps(inputs.v[None])[0]
-            residual = None if inputs.residual is None else _as_maps(inputs.residual)
-            inputs = inputs._replace(y=_as_maps(y), v=v, residual=residual)
+            v = None if inputs.v is None else kernels.as_maps(inputs.v[None])[0]
+            residual = None if inputs.residual is None else kernels.as_maps(inputs.residual)
+            inputs = inputs._replace(y=kernels.as_maps(y), v=v, residual=residual)
         self.inputs, self.merges, self.normalize = inputs, merges, normalize
         # Without helpers: every layer of every call makes a run.
         given, versions, recorded, self.wants = [], [], torch.is_grad_enabled(), False
@@ -145,12 +145,3 @@ def _twin(node: Any) -> Any:
     twin = object.__new__(type(node))
     twin.__dict__.update(node.__dict__)
     return twin
-
-
-def _as_maps(x: Tensor) -> Tensor:
-    """Frames of any dimension as [T, N, C, H, W], which is what ``fire`` takes: neurons do not look at their neighbours."""
-    if x.dim() == 5:
-        return x
-    if x.dim() <= 3:
-        return x.reshape(*x.shape[:2], -1, 1, 1)
-    return x.reshape(*x.shape[:3], -1, 1)

@@ -247,3 +247,24 @@ def test_a_trained_threshold_keeps_its_gradient():
     out, _ = fire(torch.randn(3, 2, 2, 4, 4), trained, 2)
     out.sum().backward()
     assert trained.v_threshold.grad.abs() > 0
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_no_lengths_are_one_step_on_each_drive(fake):
+    """As a call is compiled, where T is no number: the same operator, forward and backward."""
+    given = {"y": torch.randn(G, N, C, H, W), "v0": None, "weights": torch.rand(G), "linear": torch.rand(G, 2)}
+    each, none = operands(**given, lengths=[1] * G), operands(**given, lengths=[])
+    go, gv = torch.rand(1, N, C, H, W), torch.rand(N, C, H, W)
+    if not fake:
+        for a, b in zip(FIRE(*each), FIRE(*none), strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(FIRE_BACKWARD(go, gv, *each, True, True), FIRE_BACKWARD(go, gv, *none, True, True), strict=True):
+            assert torch.equal(a, b)
+        assert FIRE(*none)[0].any()
+        torch.library.opcheck(FIRE, tuple(none), test_utils=("test_schema", "test_faketensor"))
+        return
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert FIRE(*none)[0].shape == (1, N, C, H, W)
+        assert FIRE(*none._replace(weights=None))[0].shape == (G, N, C, H, W)
+    with pytest.raises(ValueError, match=r"a residual .* one frame for each of 2 steps"):
+        FIRE(*none._replace(residual=torch.zeros(3, N, C, H, W)))
