@@ -218,6 +218,21 @@ def outputs(net, x):
         "seed": 1,
     }
 )
+@example(
+    {
+        "program": [
+            *[("block", 0, 1, False)] * 2,
+            ("ms, projected", 0, 1, False),
+            ("block", 0, 1, False),
+            ("lif", 0, 1, False),
+        ],
+        "ending": "last",
+        "default": {"mode": "preserve", "k": 3, **PLAIN},
+        "rules": [("parts.3*", {"mode": "collapse", "k": 1, **PLAIN})],
+        "steps": 7,
+        "seed": 0,
+    }
+)
 def test_every_graph(drawn):
     # Of half of them every convolution is run in parts, where nothing differentiates.
     with large_convolutions() if drawn["seed"] % 2 else nullcontext():

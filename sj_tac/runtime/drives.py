@@ -17,7 +17,7 @@ from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate as aggregation, reference
 from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.weights import decay_weights, learned_weights
-from sj_tac.runtime import matched
+from sj_tac.runtime import compiled, matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.expressions import Later, SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, sums
@@ -171,28 +171,58 @@ class Drive:
         run = aggregation.RUNNERS[aggregation.choose(self.backend, x.device, x.dtype)]
         return run(x, *wanted.weights())
 
+    def sums_of_free_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, int]:
+        """In a call that torch compiles: the sums of any number of frames [T, ...], and how many frames each is for."""
+        merged, stretch = self.span
+        compact = compiled.mean_of_alike(x, self.span.factor)
+        size, wide = self.frames, reference.accumulation_dtype(x.dtype)
+        if size == 1:
+            return compact, self.span.factor
+        beta = host.decay(self.node, wide) if self.weights == "decay" else 0.0
+        table = []
+        for held in range(1, size * stretch + 1):  # steps in a group: the last frame may stand for fewer
+            lengths = (*[stretch] * (held // stretch), *([held % stretch] if held % stretch else []))
+            table.append(self._row(lengths, beta, wide, logits))
+        last = compiled.last_of(compiled.groups_of(x.shape[0], merged), size * stretch)
+        return compiled.sums(compact, table, size, last), self.span.factor * size
+
     def takes(self, x: Frames) -> bool:
         """True where the compact form of a value will do: what the frames' own sums would be is known from it."""
         if not isinstance(x, Shared) or not x.intact or not x.is_bare or x.merges:
             return False
         groups = x.expression.groups
         if x.means is not None:
-            whole = self.k <= groups.steps[0] or self.k % groups.steps[0] == 0 or len(groups.steps) == 1
-            return x.means == groups and whole
-        if groups.steps is not groups.frames:
-            return True
-        # Repeated frames: weights that sum to 1 give them back.
-        whole = self.k % groups.steps[0] == 0 or groups.steps[0] % self.k == 0
-        return self.normalize and self.weights != "learned" and whole
+            first = x.means.steps[0]
+            whole = self.k <= first or self.k % first == 0 or len(x.means.steps) == 1
+            return whole and (x.means == groups or groups.split(x.means) is not None)
+        return groups.steps is not groups.frames or self._gives_back(groups.steps[0])
+
+    def _gives_back(self, steps: int) -> bool:
+        """Whether sums of frames alike for ``steps`` steps are such frames: weights that sum to 1 give them back."""
+        whole = self.k % steps == 0 or steps % self.k == 0
+        return steps == 1 or (self.normalize and self.weights != "learned" and whole)
+
+    def compact(self, x: Shared) -> tuple[Groups, Tensor]:
+        """What is summed of a value that the conv takes, and what each frame of it stands for."""
+        groups = x.expression.groups
+        first, wanted = groups.steps[0], x.means or groups
+        # Steps may share a drive that was preserved. They are steps all the same, of which a collapse takes ``k``.
+        apart = self.mode == "collapse" and 1 < self.k < first
+        if x.means is None and (apart or not self._gives_back(first)):
+            wanted = groups.stepwise()
+        made = x.expression.split(wanted)
+        assert made is not None
+        return wanted, made.mapped()
 
     def emit(self, y: Tensor | Later, groups: Groups, x: Any, folded: int | None = None) -> Shared:
         """The value of drives ``y``, one for each of ``groups``, of what came as ``x``; ``folded``: N, where it folds."""
-        means = x.means if isinstance(x, Shared) else None
+        means = x.means if isinstance(x, Shared) and not x.is_written else None
+        collapses = self.mode == "collapse" and groups.steps[0] > 1 and (self.k > 1 or means is not None)
         if self.mode == "collapse" and self.spikes == "count":
-            means = groups if groups.steps[0] > 1 else None
+            means = groups if collapses else None
         value = Shared.of(SharedExpression(y, groups), means, folded)
         value.__dict__["maker"] = self
-        if self.mode == "collapse" and self.merges and groups.steps[0] > 1:
+        if collapses and self.merges:
             value.merges, value.normalize, value.means = True, self.normalize, None
         return value
 

@@ -83,6 +83,15 @@ class SharedExpression(Expression):
         """The compact form behind its affine map."""
         return _mapped(self.compact, self.affine)
 
+    def split(self, finer: Groups) -> SharedExpression | None:
+        """The same with a compact frame for each of ``finer``'s; None where that would cut one."""
+        if self.groups == finer:
+            return self
+        counts = self.groups.split(finer)
+        if counts is None:
+            return None
+        return SharedExpression(reference.repeat(self.mapped(), counts), finer, None, self.residual)
+
     def on(self, *inputs: Tensor) -> Tensor:
         compact, rest = inputs[0], inputs[1:]
         affine = (rest[0], rest[1]) if self.affine is not None else None

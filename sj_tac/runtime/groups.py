@@ -40,6 +40,20 @@ class Groups(NamedTuple):
         """One step on every compact frame, whatever it stood for."""
         return Groups((1,) * len(self.frames), self.frames, self.frames[0])
 
+    def split(self, finer: Groups) -> tuple[int, ...] | None:
+        """How many frames of ``finer`` each compact frame stands for; None where one of those would be cut."""
+        counts, at = [], 0
+        for length in self.steps:
+            begin = at
+            while length > 0 and at < len(finer.steps):
+                length -= finer.steps[at]
+                at += 1
+            if length != 0:
+                return None
+            counts.append(at - begin)
+        alike = at == len(finer.steps) and (self.total, self.per_step) == (finer.total, finer.per_step)
+        return tuple(counts) if alike else None
+
     def stepwise(self) -> Groups:
         """A compact frame for every step."""
         if self.frames is self.steps:

@@ -6,7 +6,8 @@ folded, written and watched.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -83,9 +84,9 @@ def _sum_of_shared(a: Any, b: Any, plain: Any) -> tuple[SharedExpression, Any] |
         a, b = b, a
     if not isinstance(a, Shared) or a.merges:
         return None
-    left = a.expression
-    if isinstance(b, Shared) and b.expression.groups == left.groups and b.means == a.means and not b.merges:
-        right = b.expression
+    left, pair = a.expression, _of_one_grouping([a, b])
+    if pair is not None:
+        left, right = pair
         if right.residual is not None and (left.residual is not None or plain is torch.sub):
             return None
         compact = plain(left.mapped(), right.mapped())
@@ -96,6 +97,21 @@ def _sum_of_shared(a: Any, b: Any, plain: Any) -> tuple[SharedExpression, Any] |
     b.expression.noted = True
     added = b.expression if plain is torch.add else over(b.expression, torch.neg)
     return SharedExpression(left.held, left.groups, left.affine, added), None
+
+
+def _of_one_grouping(values: Sequence[Any]) -> list[SharedExpression] | None:
+    """The expressions of shared values on the same groups; None where their frames are not of one kind."""
+    if not all(isinstance(x, Shared) and not x.merges and x.means == values[0].means for x in values):
+        return None
+    groups = [x.expression.groups for x in values]
+    if all(g == groups[0] for g in groups):
+        return [x.expression for x in values]
+    # Behind one collapse drives may be shared by more steps than it made one of: they are told apart down to those.
+    wanted = values[0].means or groups[0].stepwise()
+    if values[0].means is None and any(g.steps is g.frames for g in groups):
+        return None
+    found = [x.expression.split(wanted) for x in values]
+    return None if None in found else cast("list[SharedExpression]", found)
 
 
 def _add_in_place(a: Shared, b: Any, function: Any, becoming: tuple[SharedExpression, Any]) -> Shared:
@@ -131,11 +147,14 @@ def _cat(function: Any, args: Any, kwargs: Any) -> Any:
     if dim < inner(first) or any((x.kind, x.steps, x.folded, len(x.dims)) != same for x in values):
         return NotImplemented
     behind = dim if first.folded is None else dim + 1  # in compact forms, which are never folded
-    if all(isinstance(x, Shared) and x.is_bare and not x.merges for x in values):
-        groups, means = first.expression.groups, first.means
-        if any(x.expression.groups != groups or x.means != means for x in values):
+    if all(isinstance(x, Shared) and x.is_bare for x in values):
+        found = _of_one_grouping(values)
+        if found is None:
             return NotImplemented
-        return first.like(torch.cat([x.expression.mapped() for x in values], behind), first.folded)
+        joined = SharedExpression(torch.cat([e.mapped() for e in found], behind), found[0].groups)
+        made = Shared.of(joined, first.means, first.folded)
+        made.maker = first.maker
+        return made
     if not all(isinstance(x, Spikes) for x in values):
         return NotImplemented
     sums = {w: torch.cat([x.sums[w] for x in values], behind) for w in first.sums if all(w in x.sums for x in values)}

@@ -98,6 +98,13 @@ class Frames(Tensor):
             return not torch.is_grad_enabled() or self._is_own_node()
         return not self._watched and self._made._version == self._as_made
 
+    @property
+    def is_written(self) -> bool:
+        """True where somebody wrote into its frames."""
+        if self._viewed is not None and self._viewed[0].is_written:
+            return True
+        return self._made is not None and self._made._version != self._as_made
+
     def note_use(self) -> None:
         """Note that the compact form is used instead of frames."""
         if self._recorded and torch.is_grad_enabled():
