@@ -1,5 +1,10 @@
-"""What holds for every test: printed tables are as wide as where there is no terminal, whoever runs the tests."""
+"""What holds for every test: tables as wide as where there is no terminal, and no limit on the time of a drawn example."""
 
 import os
 
+from hypothesis import settings
+
 os.environ["COLUMNS"] = "140"
+# How long an example takes says what the machine does beside it.
+settings.register_profile("sj_tac", deadline=None)
+settings.load_profile("sj_tac")
