@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--png", type=Path, default=Path("quickstart.png"), help="where the plot goes")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of every net, at most; medians are shown")
-    parser.add_argument("--seconds", type=float, default=30.0, help="what both tables may take, as far as rounds decide")
+    parser.add_argument("--seconds", type=float, default=20.0, help="what both tables may take, as far as rounds decide")
     parser.add_argument("--digits", type=int, default=300, help="how many of the 1,000 digits")
     args = parser.parse_args()
     if args.rounds < 1 or not args.seconds > 0 or not 1 <= args.digits <= 1000:
@@ -115,6 +115,8 @@ def main() -> None:
     if not console.is_terminal:
         console = Console(width=112)
     tasks = [digits(args.digits), events()]
+    # What becomes of the layers can be said before anything is compiled or timed.
+    console.print(sj_tac.plan(tasks[1].net, MIXED, example_input=tasks[1].frames[:, :1]))
     tables = []
     for i, task in enumerate(tasks):
         print(f"{task.title} ...", file=sys.stderr, flush=True)
@@ -126,7 +128,6 @@ def main() -> None:
         f"({platform.machine()}),\ntorch {torch.__version__}, SpikingJelly {version('spikingjelly')}, sj_tac "
         f"{sj_tac.__version__}.\n"
     )
-    console.print(sj_tac.report(sj_tac.convert(tasks[1].net, MIXED, example_input=tasks[1].frames[:, :1])))
     try:
         plots.bars(args.png, tables)
         console.print(f"Plot: {args.png}")

@@ -52,7 +52,7 @@ def convert_with(
     inplace: bool = False,
     evidence: Any = None,
 ) -> nn.Module:
-    """``convert`` under any policy but "auto"; ``evidence`` for the policy goes into the report."""
+    """``convert`` under any policy but "auto", without ``note``; ``evidence`` for the policy goes into the report."""
     backend = backends.choose(backend, fuse)
     check_plain(model)
     target = model if inplace else deep_copy(model)
@@ -64,21 +64,22 @@ def convert_with(
     handles = swap.apply(plan, target)
     try:
         _verify(target, plan, example_input)
-        notes = () if inplace else _notes(model, target, plan, example_input)
     except BaseException:
         swap.undo(target, handles)
         raise
-    setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence, notes=notes))
+    setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence))
     return target
 
 
-def _notes(source: nn.Module, target: nn.Module, plan: Plan, example_input: Any) -> tuple[str, ...]:
-    """What the sample shows of the converted net beside its source."""
-    if plan.seen is None or not _runs_here(target, plan):
-        return ()
-    settings = [place.settings for place in plan.layout.drives.values()]
+def note(source: nn.Module, converted: nn.Module, example_input: Any) -> None:
+    """Put into the report what a sample shows of accuracy and time: some twenty calls, which who measures them can spare."""
+    record = record_of(converted, "note")
+    if record.plan.seen is None or not _runs_here(converted, record.plan):
+        return
+    settings = [place.settings for place in record.plan.layout.drives.values()]
     aggregates = any(s.k > 1 for s in settings)
-    return tuple(observe(source, target, as_arguments(example_input), aggregates=aggregates, timed=plan.fused))
+    seen = observe(source, converted, as_arguments(example_input), aggregates=aggregates, timed=record.plan.fused)
+    record.notes = tuple(seen)
 
 
 def _runs_here(target: nn.Module, plan: Plan) -> bool:

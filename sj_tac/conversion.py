@@ -101,6 +101,8 @@ def convert(
     converted = pipeline.convert_with(
         model, policy, k, example_input=example_input, backend=backend, fuse=fuse, inplace=inplace, evidence=evidence
     )
+    if not inplace:
+        pipeline.note(model, converted, example_input)
     if batches is not None:
         try:
             matching.match(converted, batches, method=method)

@@ -186,7 +186,7 @@ def outputs(net, x):
     return y if isinstance(y, tuple) else (y,)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case)
 @example(
     {

@@ -190,24 +190,11 @@ def started(arguments, cwd):
     )
 
 
-@pytest.mark.parametrize("script", ["rate_coded", "nmnist", "dvs_gesture", "finetune"])
+# The other studies train by the same loop.
+@pytest.mark.parametrize("script", ["rate_coded", "finetune"])
 def test_a_kill_in_mid_epoch_costs_nothing(script, digits, tmp_path):
     data = {
         "rate_coded": ["--data", digits, "--steps", 4, "--batch", 6],
-        "nmnist": ["--steps", 4, "--batch", 5],
-        "dvs_gesture": [
-            "--synthetic",
-            "--train-samples",
-            66,
-            "--test-samples",
-            22,
-            "--size",
-            16,
-            "--steps",
-            8,
-            "--batch",
-            4,
-        ],
         "finetune": ["--epochs", 1],
     }[script]
     study_only = ["--rows", "baseline", "--epochs", 1, "--tune-epochs", 1, "--rounds", 1, "--quick", "--threads", 1]

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles with NVRTC for every supported architecture, without a warning. No GPU is needed."""
+"""Every CUDA source compiles with NVRTC for the oldest and newest architectures, without a warning. No GPU is needed."""
 
 from itertools import product
 
@@ -13,6 +13,9 @@ try:
     registers.nvrtc_version()
 except Exception as error:  # whatever a machine without the library raises
     pytest.skip(f"no NVRTC library: {error}", allow_module_level=True)
+
+# The oldest, the one that the tables are of, and the newest: what compiles for these has compiled for those between.
+ARCHITECTURES = (registers.ARCHITECTURES[0], 90, registers.ARCHITECTURES[-1])
 
 POOL = {"KH": 3, "KW": 3, "SH": 2, "SW": 2, "PH": 1, "PW": 1, "WORDS": 2}
 COMMON = {"IO": 0, "WIDE": 0, "LAST": 0, "GROUP": 2}
@@ -64,7 +67,7 @@ def programs():
             yield cuda.program(kernel, IO=io, WIDE=io == 1, GROUP=2, WIDTH_V=4, BLOCK=128)
 
 
-@pytest.mark.parametrize("architecture", registers.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_source_compiles(architecture):
     seen = set()
     for program in programs():
@@ -76,7 +79,7 @@ def test_every_source_compiles(architecture):
     assert seen == set(cuda.FILES)
 
 
-@pytest.mark.parametrize("architecture", registers.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_kernel_of_the_sparsity_benchmark_compiles(architecture):
     found = registers.compile_source(event_conv.SOURCE, architecture, registers.FLAGS["cupy"])
     assert found.ok, found.log

@@ -9,35 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.steps import (
-    AS_IF,
-    AS_LIF,
-    AS_LIF_DECAY,
-    AS_MERGED,
-    AS_PLIF,
-    AS_PLIF_DECAY,
-    IF,
-    LIF,
-    LIF_DECAY,
-    PLIF,
-    PLIF_DECAY,
-    after,
-    charged,
-    lean,
-)
+from sj_tac.kernels.cpu.steps import FIRST, after, charged, lean
 from sj_tac.kernels.cpu.tiles import TILE, copy, in_windows, load, store
 
 # Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
 # Constants, so that the compiler knows that they do not overlap.
-V, SUM, DRIVE = 4 * TILE, 8 * TILE, 12 * TILE
+X, V, SUM, DRIVE = (np.intp(i * 4 * TILE) for i in range(4))
 
 
 @lean()
-def _step(b, n, mode, layout, neuron, decay, gain, w):
+def _step(b, n, layout, neuron, decay, gain, w):
     """One step of ``n`` slots, whose sums grow by ``w`` where a neuron fires: a MaxPool of spikes is whether any does."""
-    tau, rest, threshold, low, high, zero = (
-        neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high, neuron.zero
-    )  # fmt: skip
+    mode, tau, rest = neuron.mode, neuron.tau, neuron.rest
+    threshold, low, high, zero = neuron.threshold, neuron.low, neuron.high, neuron.zero
     if not in_windows(layout):
         for i in range(n):
             h = charged(b[i], b[V + i], mode, tau, rest, decay, gain)
@@ -55,24 +39,6 @@ def _step(b, n, mode, layout, neuron, decay, gain, w):
             b[V + 3 * TILE + i] = after(h3, threshold, low, high)
             fired = (h0 >= threshold) | (h1 >= threshold) | (h2 >= threshold) | (h3 >= threshold)
             b[SUM + i] += w if fired else zero
-
-
-@lean()
-def _steps(b, n, layout, neuron, decay, gain, w):
-    """``_step`` of the mode that is wanted."""
-    mode = neuron.mode
-    if mode == LIF_DECAY:
-        _step(b, n, AS_LIF_DECAY, layout, neuron, decay, gain, w)
-    elif mode == LIF:
-        _step(b, n, AS_LIF, layout, neuron, decay, gain, w)
-    elif mode == PLIF_DECAY:
-        _step(b, n, AS_PLIF_DECAY, layout, neuron, decay, gain, w)
-    elif mode == PLIF:
-        _step(b, n, AS_PLIF, layout, neuron, decay, gain, w)
-    elif mode == IF:
-        _step(b, n, AS_IF, layout, neuron, decay, gain, w)
-    else:
-        _step(b, n, AS_MERGED, layout, neuron, decay, gain, w)
 
 
 @kernel
@@ -98,23 +64,23 @@ def forward(begin, end, inputs, neuron, layout, outputs):
         stop = min(start + capacity, end)
         n = stop - start
         if v0.size:
-            load(v0, 0, start, stop, b, V, none, layout)
+            load(v0, FIRST, start, stop, b, V, none, layout)
         else:
             b[V : 2 * V] = rest
         t = 0
         for g in range(lengths.size):
-            load(y, g * size, start, stop, b, DRIVE if residual.size else 0, affine, layout)
+            load(y, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)
             for _ in range(lengths[g]):
                 if residual.size:
-                    load(residual, t * size, start, stop, b, 0, none, layout)
+                    load(residual, t * size, start, stop, b, X, none, layout)
                     for i in range(4 * TILE):
                         b[i] += b[DRIVE + i]
                 if t % group == 0:
                     for i in range(n):
                         b[SUM + i] = zero
                 w = weights[t] if weights.size else one
-                _steps(b, n, layout, neuron, linear[g, 0], linear[g, 1], w)
+                _step(b, n, layout, neuron, linear[g, 0], linear[g, 1], w)
                 t += 1
                 if t % group == 0 or t == steps:
                     copy(b, np.uintp(SUM), out, np.uintp((t - 1) // group * emitted + start), np.uintp(n))
-        store(b, V, v_out, 0, start, stop, layout)
+        store(b, V, v_out, FIRST, start, stop, layout)

@@ -15,53 +15,22 @@ from sj_tac.kernels.cpu.sheets import (
     store,
     store_windows,
 )
-from sj_tac.kernels.cpu.steps import (
-    AS_IF,
-    AS_LIF,
-    AS_LIF_DECAY,
-    AS_MERGED,
-    AS_PLIF,
-    AS_PLIF_DECAY,
-    IF,
-    LIF,
-    LIF_DECAY,
-    PLIF,
-    PLIF_DECAY,
-    after,
-    charged,
-    lean,
-)
+from sj_tac.kernels.cpu.steps import FIRST, after, charged, lean
 
 # Neurons of the rows of cells that run all steps together, so that their voltages stay in the cache.
 STRIP = 8192
 
 
 @lean()
-def _advance(x, v, h, t, n, mode, neuron, linear):
+def advance(x, v, h, t, n, neuron, linear):
+    """One step of ``n`` neurons: charged voltages into h[t], and the reset; linear: beta and gamma."""
     decay, gain = linear
-    tau, rest, threshold, low, high = neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high
+    mode, tau, rest = neuron.mode, neuron.tau, neuron.rest
+    threshold, low, high = neuron.threshold, neuron.low, neuron.high
     for i in range(n):
         voltage = charged(x[i], v[i], mode, tau, rest, decay, gain)
         h[t, i] = voltage
         v[i] = after(voltage, threshold, low, high)
-
-
-@lean()
-def advance(x, v, h, t, n, neuron, linear):
-    """One step of ``n`` neurons: charged voltages into h[t], and the reset; linear: beta and gamma."""
-    mode = neuron.mode
-    if mode == LIF_DECAY:
-        _advance(x, v, h, t, n, AS_LIF_DECAY, neuron, linear)
-    elif mode == LIF:
-        _advance(x, v, h, t, n, AS_LIF, neuron, linear)
-    elif mode == PLIF_DECAY:
-        _advance(x, v, h, t, n, AS_PLIF_DECAY, neuron, linear)
-    elif mode == PLIF:
-        _advance(x, v, h, t, n, AS_PLIF, neuron, linear)
-    elif mode == IF:
-        _advance(x, v, h, t, n, AS_IF, neuron, linear)
-    else:
-        _advance(x, v, h, t, n, AS_MERGED, neuron, linear)
 
 
 @lean()
@@ -108,15 +77,15 @@ def forward(begin, end, inputs, neuron, layout, outputs):
             x[:] = zero
             v[:] = rest
             if v0.size:
-                load(v0, 0, p, rows, v, none, layout)
+                load(v0, FIRST, p, rows, v, none, layout)
             t = 0
             for g in range(lengths.size):
                 load(y, g * size, p, rows, x, affine, layout)
                 for _ in range(lengths[g]):
                     if t % group == 0:
                         sums[:] = zero
-                    advance(x, v, h, 0, n, neuron, (linear[g, 0], linear[g, 1]))
-                    find_fired(h, 0, corner, inside, fired, margin, threshold)
+                    advance(x, v, h, FIRST, n, neuron, (linear[g, 0], linear[g, 1]))
+                    find_fired(h, FIRST, corner, inside, fired, margin, threshold)
                     for i in range(row):
                         fired[0, block + i] = edge[t, i]
                         edge[t, i] = fired[0, corner + np.uintp(block + i)]
@@ -125,4 +94,4 @@ def forward(begin, end, inputs, neuron, layout, outputs):
                     t += 1
                     if t % group == 0 or t == steps:
                         store_windows(sums, p, rows, out, (t - 1) // group * emitted, layout)
-            store(v, p, rows, v_out, 0, layout)
+            store(v, p, rows, v_out, FIRST, layout)

@@ -29,7 +29,7 @@ from sj_tac.kernels.cpu.sheets import (
     locate,
     store,
 )
-from sj_tac.kernels.cpu.steps import after, lean
+from sj_tac.kernels.cpu.steps import FIRST, after, lean
 from sj_tac.kernels.cpu.surrogate import derivative
 
 
@@ -183,9 +183,9 @@ def backward(begin, end, arriving, slopes, layout, gradients):
         corner, margin = np.uintp(height * row), np.uintp(row + block)
         n = np.uintp(4) * corner
         if v0.size:
-            load(v0, 0, p, rows, start, none, layout)
+            load(v0, FIRST, p, rows, start, none, layout)
         v[:] = start
-        load(gv, 0, p, rows, carry, none, layout)
+        load(gv, FIRST, p, rows, carry, none, layout)
         t = 0
         for g in range(lengths.size):
             load(y, g * size, p, rows, x, affine, layout)
@@ -231,4 +231,4 @@ def backward(begin, end, arriving, slopes, layout, gradients):
                         gx[i] *= factor
             store(gx, p, rows, gy, g * size, layout)
         if gv0.size:
-            store(carry, p, rows, gv0, 0, layout)
+            store(carry, p, rows, gv0, FIRST, layout)
