@@ -84,7 +84,7 @@ def test_the_quickstarts_whole_story_without_python_code(data, tmp_path):
     assert "predictions changed" in sj_tac_command("sensitivity", *DIGITS, *short, "--k", 4, "--out", layers)
     assert len(json.loads(layers.read_text())["effects"]) == 4
     policy, log = tmp_path / "policy.yaml", tmp_path / "log.jsonl"
-    options = ("--k", 1, "--k", 4, "--k", 8, "--log", log, "--evidence", tmp_path / "evidence.json", "--out", policy)
+    options = ("--k", 1, "--k", 4, "--log", log, "--evidence", tmp_path / "evidence.json", "--out", policy)
     evidence = json.loads(sj_tac_command("search", *DIGITS, *short, *options, "--json"))
     assert evidence["chosen"] in {trial["name"] for trial in evidence["trials"]}
     again = json.loads(sj_tac_command("search", *DIGITS, *short, *options, "--json"))

@@ -51,9 +51,9 @@ class Arriving(NamedTuple):
 
 
 class Neuron(NamedTuple):
-    """A neuron's step: its mode as ``steps.as_type``, tau (sigmoid(w) for a PLIF), and the limits behind the reset."""
+    """A neuron's step: a ChargeMode, tau (sigmoid(w) for a PLIF), and the limits of the voltage behind the reset."""
 
-    mode: Array
+    mode: int
     tau: Number
     rest: Number
     threshold: Number
@@ -72,7 +72,7 @@ class Slopes(NamedTuple):
         kind: the surrogate's number; alpha and the rest: see ``surrogate.numbers``.
     """
 
-    mode: Array
+    mode: int
     tau: Number
     rest: Number
     threshold: Number

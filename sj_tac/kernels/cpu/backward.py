@@ -8,7 +8,23 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.steps import FIRST, after, charged, lean
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    FIRST,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+    lean,
+)
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.cpu.tiles import TILE, following, geometry, in_windows, load, locate, store
 
@@ -19,14 +35,31 @@ REGIONS = 9
 
 
 @lean()
-def _recompute(b, n, h, t, neuron, decay, gain):
+def _recompute(b, n, h, t, mode, neuron, decay, gain):
     """Charged voltages of step ``t`` into h[t], and the reset."""
-    mode, tau, rest = neuron.mode, neuron.tau, neuron.rest
-    threshold, low, high = neuron.threshold, neuron.low, neuron.high
+    tau, rest, threshold, low, high = neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high
     for i in range(n):
         voltage = charged(b[X + i], b[V + i], mode, tau, rest, decay, gain)
         h[t, i] = voltage
         b[V + i] = after(voltage, threshold, low, high)
+
+
+@lean()
+def _recompute_any(b, n, h, t, neuron, decay, gain):
+    """``_recompute`` of the mode that is wanted."""
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _recompute(b, n, h, t, AS_LIF_DECAY, neuron, decay, gain)
+    elif mode == LIF:
+        _recompute(b, n, h, t, AS_LIF, neuron, decay, gain)
+    elif mode == PLIF_DECAY:
+        _recompute(b, n, h, t, AS_PLIF_DECAY, neuron, decay, gain)
+    elif mode == PLIF:
+        _recompute(b, n, h, t, AS_PLIF, neuron, decay, gain)
+    elif mode == IF:
+        _recompute(b, n, h, t, AS_IF, neuron, decay, gain)
+    else:
+        _recompute(b, n, h, t, AS_MERGED, neuron, decay, gain)
 
 
 @lean()
@@ -179,7 +212,7 @@ def backward(begin, end, arriving, slopes, layout, gradients):
             for g in range(lengths.size):
                 load(y, g * size, tile, stop, b, X, affine, layout)
                 for _ in range(lengths[g]):
-                    _recompute(b, full, h, t, slopes, linear[g, 0], linear[g, 1])
+                    _recompute_any(b, full, h, t, slopes, linear[g, 0], linear[g, 1])
                     t += 1
             for g in range(lengths.size - 1, -1, -1):
                 beta, gamma = linear[g, 0], linear[g, 1]

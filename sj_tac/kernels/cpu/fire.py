@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels.checks import emitted_shape
 from sj_tac.kernels.cpu import (
     backward as tile_backward,
@@ -32,7 +31,6 @@ from sj_tac.kernels.cpu.arguments import (
     Slopes,
     Windows,
 )
-from sj_tac.kernels.cpu.steps import as_type
 from sj_tac.kernels.cpu.threads import flat, share, vector
 from sj_tac.kernels.layout import empty, is_channels_last
 from sj_tac.kernels.operands import Operands
@@ -48,7 +46,7 @@ BLOCK, BACKWARD_BLOCK, KEPT = 64, 32, 2**21
 def _neuron(mode: int, tau: float, rest: float, threshold: float, hard: bool, dtype: torch.dtype) -> Neuron:
     kind: Any = np.float64 if dtype == torch.float64 else np.float32
     low, high = (rest, rest) if hard else (-math.inf, math.inf)
-    return Neuron(as_type(ChargeMode(mode)), *(kind(v) for v in (tau, rest, threshold, low, high, 1.0, 0.0)))
+    return Neuron(int(mode), *(kind(v) for v in (tau, rest, threshold, low, high, 1.0, 0.0)))
 
 
 def _neuron_of(o: Operands) -> Neuron:

@@ -9,7 +9,23 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.steps import FIRST, after, charged, lean
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    FIRST,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+    lean,
+)
 from sj_tac.kernels.cpu.tiles import TILE, copy, in_windows, load, store
 
 # Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
@@ -18,10 +34,11 @@ X, V, SUM, DRIVE = (np.intp(i * 4 * TILE) for i in range(4))
 
 
 @lean()
-def _step(b, n, layout, neuron, decay, gain, w):
+def _step(b, n, mode, layout, neuron, decay, gain, w):
     """One step of ``n`` slots, whose sums grow by ``w`` where a neuron fires: a MaxPool of spikes is whether any does."""
-    mode, tau, rest = neuron.mode, neuron.tau, neuron.rest
-    threshold, low, high, zero = neuron.threshold, neuron.low, neuron.high, neuron.zero
+    tau, rest, threshold, low, high, zero = (
+        neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high, neuron.zero
+    )  # fmt: skip
     if not in_windows(layout):
         for i in range(n):
             h = charged(b[i], b[V + i], mode, tau, rest, decay, gain)
@@ -39,6 +56,24 @@ def _step(b, n, layout, neuron, decay, gain, w):
             b[V + 3 * TILE + i] = after(h3, threshold, low, high)
             fired = (h0 >= threshold) | (h1 >= threshold) | (h2 >= threshold) | (h3 >= threshold)
             b[SUM + i] += w if fired else zero
+
+
+@lean()
+def _steps(b, n, layout, neuron, decay, gain, w):
+    """``_step`` of the mode that is wanted."""
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _step(b, n, AS_LIF_DECAY, layout, neuron, decay, gain, w)
+    elif mode == LIF:
+        _step(b, n, AS_LIF, layout, neuron, decay, gain, w)
+    elif mode == PLIF_DECAY:
+        _step(b, n, AS_PLIF_DECAY, layout, neuron, decay, gain, w)
+    elif mode == PLIF:
+        _step(b, n, AS_PLIF, layout, neuron, decay, gain, w)
+    elif mode == IF:
+        _step(b, n, AS_IF, layout, neuron, decay, gain, w)
+    else:
+        _step(b, n, AS_MERGED, layout, neuron, decay, gain, w)
 
 
 @kernel
@@ -79,7 +114,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
                     for i in range(n):
                         b[SUM + i] = zero
                 w = weights[t] if weights.size else one
-                _step(b, n, layout, neuron, linear[g, 0], linear[g, 1], w)
+                _steps(b, n, layout, neuron, linear[g, 0], linear[g, 1], w)
                 t += 1
                 if t % group == 0 or t == steps:
                     copy(b, np.uintp(SUM), out, np.uintp((t - 1) // group * emitted + start), np.uintp(n))

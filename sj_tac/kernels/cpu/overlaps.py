@@ -15,22 +15,54 @@ from sj_tac.kernels.cpu.sheets import (
     store,
     store_windows,
 )
-from sj_tac.kernels.cpu.steps import FIRST, after, charged, lean
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    FIRST,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+    lean,
+)
 
 # Neurons of the rows of cells that run all steps together, so that their voltages stay in the cache.
 STRIP = 8192
 
 
 @lean()
-def advance(x, v, h, t, n, neuron, linear):
-    """One step of ``n`` neurons: charged voltages into h[t], and the reset; linear: beta and gamma."""
+def _advance(x, v, h, t, n, mode, neuron, linear):
     decay, gain = linear
-    mode, tau, rest = neuron.mode, neuron.tau, neuron.rest
-    threshold, low, high = neuron.threshold, neuron.low, neuron.high
+    tau, rest, threshold, low, high = neuron.tau, neuron.rest, neuron.threshold, neuron.low, neuron.high
     for i in range(n):
         voltage = charged(x[i], v[i], mode, tau, rest, decay, gain)
         h[t, i] = voltage
         v[i] = after(voltage, threshold, low, high)
+
+
+@lean()
+def advance(x, v, h, t, n, neuron, linear):
+    """One step of ``n`` neurons: charged voltages into h[t], and the reset; linear: beta and gamma."""
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _advance(x, v, h, t, n, AS_LIF_DECAY, neuron, linear)
+    elif mode == LIF:
+        _advance(x, v, h, t, n, AS_LIF, neuron, linear)
+    elif mode == PLIF_DECAY:
+        _advance(x, v, h, t, n, AS_PLIF_DECAY, neuron, linear)
+    elif mode == PLIF:
+        _advance(x, v, h, t, n, AS_PLIF, neuron, linear)
+    elif mode == IF:
+        _advance(x, v, h, t, n, AS_IF, neuron, linear)
+    else:
+        _advance(x, v, h, t, n, AS_MERGED, neuron, linear)
 
 
 @lean()

@@ -9,7 +9,22 @@ import numpy as np
 from numba import njit
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.steps import after, charged, lean
+from sj_tac.kernels.cpu.steps import (
+    AS_IF,
+    AS_LIF,
+    AS_LIF_DECAY,
+    AS_MERGED,
+    AS_PLIF,
+    AS_PLIF_DECAY,
+    IF,
+    LIF,
+    LIF_DECAY,
+    PLIF,
+    PLIF_DECAY,
+    after,
+    charged,
+    lean,
+)
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL
 
@@ -22,11 +37,28 @@ def _copy(a, b):
 
 
 @lean()
-def charge(x, v, h, neuron, decay, gain):
-    """Charged voltages of a plane."""
-    mode, tau, rest = neuron.mode, neuron.tau, neuron.rest
+def _charge(x, v, h, mode, neuron, decay, gain):
+    tau, rest = neuron.tau, neuron.rest
     for i in range(v.size):
         h[i] = charged(x[i], v[i], mode, tau, rest, decay, gain)
+
+
+@lean()
+def charge(x, v, h, neuron, decay, gain):
+    """Charged voltages of a plane."""
+    mode = neuron.mode
+    if mode == LIF_DECAY:
+        _charge(x, v, h, AS_LIF_DECAY, neuron, decay, gain)
+    elif mode == LIF:
+        _charge(x, v, h, AS_LIF, neuron, decay, gain)
+    elif mode == PLIF_DECAY:
+        _charge(x, v, h, AS_PLIF_DECAY, neuron, decay, gain)
+    elif mode == PLIF:
+        _charge(x, v, h, AS_PLIF, neuron, decay, gain)
+    elif mode == IF:
+        _charge(x, v, h, AS_IF, neuron, decay, gain)
+    else:
+        _charge(x, v, h, AS_MERGED, neuron, decay, gain)
 
 
 @lean()

@@ -12,7 +12,6 @@ import numpy as np
 from numba import njit
 
 from sj_tac.host.neurons import ChargeMode
-from sj_tac.kernels.cpu.arguments import Array
 
 # For functions that make no arrays: without reference counts, whose atomic increments at every call cost more than a row;
 # and without the wrappers for callers outside of compiled code, which take an eighth of the time of compiling.
@@ -20,31 +19,26 @@ lean = partial(njit, error_model="numpy", _nrt=False, no_cpython_wrapper=True, n
 
 # Numbers of the modes, for what is compiled.
 LIF_DECAY, LIF, PLIF_DECAY, PLIF, IF, MERGED = (int(mode) for mode in ChargeMode)
+# A mode as a type: a tuple of that length, which is part of its type, so that a loop is compiled for each mode, with nothing
+# left of the others in it.
+AS_LIF_DECAY, AS_LIF, AS_PLIF_DECAY, AS_PLIF, AS_IF, AS_MERGED = ((True,) * (1 + int(mode)) for mode in ChargeMode)
 
 # The frame that lies first. As Python's 0 it would be a type of its own, for which Numba compiles what is called once more.
 FIRST = np.intp(0)
 
 
-def as_type(mode: ChargeMode) -> Array:
-    """A mode as an empty array of 1 + mode dimensions, which are part of its type: a kernel is compiled for its mode.
-
-    A branch by a number would put the loops of all six into every kernel: most of the time of compiling.
-    """
-    return np.empty((0,) * (1 + int(mode)), np.bool_)
-
-
 @lean()
 def charged(x, v, mode, tau, rest, decay, gain):
     """h of one neuron."""
-    if mode.ndim == 1 + LIF_DECAY:
+    if len(mode) == 1 + LIF_DECAY:
         return v + (x - (v - rest)) / tau
-    if mode.ndim == 1 + LIF:
+    if len(mode) == 1 + LIF:
         return v - (v - rest) / tau + x
-    if mode.ndim == 1 + PLIF_DECAY:
+    if len(mode) == 1 + PLIF_DECAY:
         return v + (x - (v - rest)) * tau
-    if mode.ndim == 1 + PLIF:
+    if len(mode) == 1 + PLIF:
         return v - (v - rest) * tau + x
-    if mode.ndim == 1 + IF:
+    if len(mode) == 1 + IF:
         return v + x
     return rest + decay * (v - rest) + gain * x
 
