@@ -32,7 +32,7 @@ from sj_tac.tuning.bench import SOURCE, Bench, bench
 
 HERE = Path(__file__).resolve().parent
 MIXED = HERE / "policies" / "mixed.yaml"
-BATCH = 50
+BATCH = 25
 
 
 @dataclass

@@ -1,26 +1,15 @@
-"""How kernels are compiled: the parallel one is the serial one on threads, and Numba's disk cache tells them apart."""
+"""How kernels are compiled: threads run the serial one, found by the types of its operands, and Numba keeps both."""
 
 import subprocess
 import sys
+import threading
 from itertools import product
 
 import numpy as np
 import pytest
 
-from sj_tac.kernels.cpu import aggregate, backward, forward, overlaps, overlaps_backward, planes
-
-KERNELS = [forward.forward, backward.backward, planes.forward, planes.backward, aggregate.forward, aggregate.backward]
-KERNELS += [overlaps.forward, overlaps_backward.backward]
-
-
-def test_every_parallel_kernel_is_cached_under_its_own_name_beside_its_serial_one():
-    functions = [k.parallel.py_func for k in KERNELS] + [k.serial.py_func for k in KERNELS]
-    assert len({(f.__module__, f.__qualname__) for f in functions}) == len(functions)
-    for kernel in KERNELS:
-        serial, parallel = kernel.serial.py_func, kernel.parallel.py_func
-        assert parallel.__code__.co_filename == serial.__code__.co_filename
-        assert parallel.__module__ == serial.__module__
-        assert parallel.__closure__ is None
+from sj_tac.kernels.cpu import aggregate
+from sj_tac.kernels.cpu.compiled import kernel
 
 
 @pytest.mark.parametrize(("threads", "pieces"), list(product([1, 2, 3], [1, 2, 5])))
@@ -34,17 +23,80 @@ def test_threads_share_all_pieces(threads, pieces):
     np.testing.assert_allclose(alone, np.stack([x[0] + 2 * x[1], 3 * x[2]]), rtol=1e-6, atol=1e-6)
 
 
+def _fill(begin, end, a, b, c, d):
+    for i in range(begin, end):
+        d[i] = a[i] + b + c
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.int32])
+def test_a_kernel_is_run_for_the_types_in_front_of_it(dtype):
+    fill = kernel(_fill)
+    for kind in (np.float32, np.float64, np.int64, np.int32):
+        fill.parallel(2, 3, np.ones(3, kind), 1, 2.5, np.zeros(3))
+    assert len(fill.addresses) == 4
+    a, out = np.array([1, 2, 300], dtype), np.zeros(3)
+    fill.parallel(2, 3, a, 1, 2.5, out)
+    assert len(fill.addresses) == 4
+    assert np.array_equal(out, a + 3.5)
+
+
+def test_operands_of_other_memory_have_an_address_of_their_own():
+    """An array that is read only or not contiguous is another type, whose kernel takes it apart in another way."""
+    fill = kernel(_fill)
+    readonly = np.arange(3.0)
+    readonly.flags.writeable = False
+    for number, a in enumerate([np.arange(3.0), readonly, np.arange(6.0)[::2], np.arange(3.0)[::-1]]):
+        out = np.zeros(3)
+        fill.parallel(2, 3, a, 0, 0.0, out)
+        assert np.array_equal(out, a), number
+    assert len(fill.addresses) == 3
+
+
+def test_threads_of_python_may_add_kernels_at_once():
+    fill = kernel(_fill)
+    kinds, outs = (np.float32, np.float64, np.int64, np.int32), [np.zeros(4) for _ in range(4)]
+    runs = [
+        threading.Thread(target=fill.parallel, args=(1, 4, np.arange(4).astype(kind), 1, 0.5, out))
+        for kind, out in zip(kinds, outs, strict=True)
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert all(np.array_equal(out, np.arange(4) + 1.5) for out in outs)
+
+
+def _fails(begin, end, a, b, c, d):
+    if begin >= b:
+        raise MemoryError
+    for i in range(begin, end):
+        d[i] = a[i]
+
+
+@pytest.mark.parametrize(("from_unit", "failed"), [(0, 4), (2, 2), (4, 0)])
+def test_a_thread_that_fails_is_an_error(from_unit, failed):
+    a, out = np.ones(4), np.zeros(4)
+    fails = kernel(_fails)
+    if not failed:
+        fails.parallel(4, 4, a, from_unit, 0, out)
+        assert np.array_equal(out, a)
+        return
+    with pytest.raises(MemoryError, match=f"{failed} of 4 threads of _fails"):
+        fails.parallel(4, 4, a, from_unit, 0, out)
+
+
 SCRIPT = """
 import numpy as np
-from sj_tac.kernels.cpu import aggregate
+from sj_tac.kernels.cpu import aggregate, compiled
 x, out = np.ones((3, 10), np.float32), np.zeros((2, 10), np.float32)
 aggregate.forward.parallel(1, 1, x, x[:, 0].copy(), 2, out)
-print(sum(aggregate.forward.parallel.stats.cache_hits.values()))
+assert out.any()
+print(sum(compiled._on_threads.stats.cache_hits.values()), sum(aggregate.forward.serial.stats.cache_hits.values()))
 """
 
 
-def test_a_parallel_kernel_is_found_again_by_the_next_process(tmp_path, monkeypatch):
+def test_a_kernel_and_its_loop_are_found_again_by_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    hits = [int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(2)]
-    assert hits == [0, 1]
+    hits = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(2)]
+    assert hits == [["0", "0"], ["1", "1"]]
