@@ -124,7 +124,7 @@ def row(mode, k, spikes="count", pool="none"):
 @example([row("collapse", 2), row("preserve", 4)], LIF, 7, 0, True)
 @example([row("collapse", 2, pool="max"), row("collapse", 4, pool="max")], LIF, 11, 1, False)
 @example([row("collapse", 2, "binary"), row("collapse", 2), row("preserve", 4)], LIF, 13, 2, True)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples, deadline=None)
 @given(
     st.lists(st.tuples(layers, choices), min_size=1, max_size=4),
     neurons,

@@ -64,7 +64,9 @@ def test_the_quickstarts_whole_story_without_python_code(data, tmp_path):
         policies = ["preserve:2", f"collapse:{steps}", "policies/mixed.yaml"]
         options = [text for policy in policies for text in ("--policy", policy)]
         out = tmp_path / f"{file}.json"
-        table = sj_tac_command("bench", *model, "--data", data / file, *options, "--rounds", 1, "--out", out)
+        table = sj_tac_command(
+            "bench", *model, "--data", data / file, "--batch-size", 25, *options, "--rounds", 1, "--out", out
+        )
         for words in (
             "SpikingJelly, BN folded",
             "agreement",
@@ -80,7 +82,7 @@ def test_the_quickstarts_whole_story_without_python_code(data, tmp_path):
         assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     # Which layers, and which policy?
     layers = tmp_path / "layers.json"
-    short = ("--data", data / "digits.npz", "--batch-size", 50, "--rounds", 1)
+    short = ("--data", data / "digits.npz", "--batch-size", 25, "--rounds", 1)
     assert "predictions changed" in sj_tac_command("sensitivity", *DIGITS, *short, "--k", 4, "--out", layers)
     assert len(json.loads(layers.read_text())["effects"]) == 4
     policy, log = tmp_path / "policy.yaml", tmp_path / "log.jsonl"

@@ -20,7 +20,7 @@ from sj_tac.kernels import fire_op
 TESTS = Path(__file__).resolve().parents[1]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings().max_examples, deadline=None)
 @given(space)
 def test_numba_is_the_reference(case):
     before = fire_op.RUNS["fire", "numba"]

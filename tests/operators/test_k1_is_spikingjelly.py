@@ -59,7 +59,7 @@ def test_every_neuron_and_surrogate(kind, v_reset, decay_input, detach_reset, su
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
 def test_every_number_of_frames(kind, v_reset, decay_input, dtype):
-    for steps in range(1, 18):
+    for steps in (1, 2, 3, 4, 7, 8, 9, 16, 17):  # and 18 less these
         torch.manual_seed(steps)
         # Within reach from where the voltage rests, so that even one frame can fire.
         spiking = node(kind, v_reset, decay_input, v_threshold=(v_reset or 0.0) + 0.1)

@@ -12,6 +12,7 @@ from support import csnn, frames, no_collapse, same_state
 from torch import nn
 
 import sj_tac
+from rewrites.pipeline import convert_with
 from sj_tac.errors import BatchError, ConversionError, ModelTypeError, PolicyError, SearchError
 from sj_tac.tuning import measure
 from sj_tac.tuning.batches import Batch
@@ -35,7 +36,7 @@ def everything():
     for ks in itertools.product(KS, repeat=3):
         rules = [{"match": name, "mode": "preserve", "k": k} for name, k in zip(("0", "4", "8"), ks, strict=True)]
         policy = {"default": {"mode": "keep"}, "rules": rules}
-        net = sj_tac.convert(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
+        net = convert_with(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
         found[ks] = (closeness(net, [(costs.X, None)]), costs.cost(net))
     return found
 
@@ -88,7 +89,7 @@ def test_what_is_measured_of_matched_candidates_is_what_a_matched_net_does():
     kept = {trial.matched for trial in policy.evidence.trials}
     assert kept <= {"none", "moments"}
     assert "moments" in kept
-    net = sj_tac.convert(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
+    net = convert_with(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
     if chosen.matched != "none":
         assert f"method='{chosen.matched}'" in " ".join(policy.evidence.notes)
         sj_tac.match(net, costs.X, method=chosen.matched, progress=False)
