@@ -100,3 +100,17 @@ def test_a_kernel_and_its_loop_are_found_again_by_the_next_process(tmp_path, mon
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     hits = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(2)]
     assert hits == [["0", "0"], ["1", "1"]]
+
+
+def test_kernels_that_are_left_as_python_run_alone(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    shared = (
+        "import numpy as np\n"
+        "from sj_tac.kernels.cpu import aggregate\n"
+        "from sj_tac.kernels.cpu.threads import share\n"
+        "x, out = np.ones((3, aggregate.PIECE + 10), np.float32), np.zeros((2, aggregate.PIECE + 10), np.float32)\n"
+        "share(aggregate.forward, 2, 10**9, x, x[:, 0].copy(), 2, out)\n"
+        "print(out.min(), out.max())\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", shared], check=False, capture_output=True, text=True)
+    assert done.stdout.split() == ["1.0", "2.0"], done.stderr

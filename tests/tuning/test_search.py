@@ -89,7 +89,7 @@ def test_what_is_measured_of_matched_candidates_is_what_a_matched_net_does():
     kept = {trial.matched for trial in policy.evidence.trials}
     assert kept <= {"none", "moments"}
     assert "moments" in kept
-    net = convert_with(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
+    net = sj_tac.convert(csnn(), policy, example_input=costs.X[:, :1], backend="reference")
     if chosen.matched != "none":
         assert f"method='{chosen.matched}'" in " ".join(policy.evidence.notes)
         sj_tac.match(net, costs.X, method=chosen.matched, progress=False)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, prange, typeof, types
 from numba.extending import intrinsic
 
@@ -44,7 +43,7 @@ def _call(_typing, address, begin, end, a, b, c, d):
         function = context.call_conv.get_function_type(types.none, operands)
         pointer = builder.inttoptr(values[0], function.as_pointer())
         status, _ = context.call_conv.call_function(builder, pointer, types.none, operands, values[1:])
-        return builder.zext(status.is_error, ir.IntType(64))
+        return builder.zext(status.is_error, context.get_value_type(types.int64))
 
     return types.int64(types.int64, types.int64, types.int64, a, b, c, d), codegen
 

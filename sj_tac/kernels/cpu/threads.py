@@ -34,8 +34,13 @@ def _layer() -> str:
 def are_safe() -> bool:
     """Whether Numba's threads may be used: not by a forked child (OpenMP), nor where Numba has only its own work queue.
 
-    Both would end the process: the one when a forked worker enters, the other when two Python threads do.
+    Both would end the process: the one when a forked worker enters, the other when two Python threads do. And not where
+    NUMBA_DISABLE_JIT leaves kernels as Python, of which there is no address.
     """
+    from numba import config
+
+    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return False
     layer = _layer()
     return _STARTED_IN[0] == os.getpid() and layer != "workqueue"
 
