@@ -1,11 +1,7 @@
-"""Searches whose outcome does not hang on the clock: the cost of a net is what its report says. Also run as a script.
-
-python costs.py LOG OUT [SECONDS PER CANDIDATE]
-"""
+"""Searches whose outcome does not hang on the clock: the cost of a net is what its report says."""
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -49,7 +45,7 @@ def run(log: str | None = None, pause: float = 0.0, **options: object) -> sj_tac
     return sj_tac.search(net, [(X, labels(net))], log=log, cost=slow_cost, **given)
 
 
-if __name__ == "__main__":
+def save(log: Path, out: Path, pause: float = 0.0) -> None:
+    """A search in a process of its own."""
     torch.set_num_threads(1)
-    policy = run(sys.argv[1], float(sys.argv[3]) if len(sys.argv) > 3 else 0.0)
-    policy.save(Path(sys.argv[2]))
+    run(str(log), pause).save(out)

@@ -1,13 +1,12 @@
 """The search log: kills, full disks, half lines, other searches' logs."""
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import costs
 import pytest
@@ -17,39 +16,43 @@ from support import csnn
 import sj_tac
 from sj_tac.errors import SearchError, WriteError
 
-HERE = Path(__file__).resolve().parent
-
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_ten_kills_and_the_policy_is_that_of_an_uninterrupted_search(tmp_path):
+def test_ten_kills_and_the_policy_is_that_of_an_uninterrupted_search(tmp_path, monkeypatch):
     expected = costs.run()
     log, out = tmp_path / "log.jsonl", tmp_path / "policy.yaml"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(HERE / "costs.py"), str(log), str(out), "0.1"]
+    # A server that has imported torch forks the processes: they are killed as any other, and begin at once.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["costs", "torch._dynamo"])
     kills, seen = 0, []
     generator = torch.Generator().manual_seed(0)
     while kills < 10:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = forks.Process(target=costs.save, args=(log, out, 0.1))
+        process.start()
         before = log.stat().st_size if log.exists() else 0
-        while process.poll() is None and (not log.exists() or log.stat().st_size <= before):
+        while process.is_alive() and (not log.exists() or log.stat().st_size <= before):
             time.sleep(0.01)
         # At some moment within the next two or three candidates.
         time.sleep(0.3 * torch.rand((), generator=generator).item())
-        assert process.poll() is None, process.communicate()[1]
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stderr.close()
+        assert process.is_alive(), process.exitcode
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         kills += 1
         seen.append(len(log.read_bytes().splitlines()))
     assert not out.exists()
     assert seen == sorted(seen)
     assert seen[-1] > seen[0]
-    done = subprocess.run([*command[:-1], "0"], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    last = forks.Process(target=costs.save, args=(log, out))
+    last.start()
+    last.join()
+    assert last.exitcode == 0
     assert sj_tac.Policy.load(out) == expected
     names = [entry["name"] for entry in lines(log) if "name" in entry]
     assert len(names) == len(set(names))  # nothing was measured twice
