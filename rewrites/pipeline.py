@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from rewrites import swap, verify as verification
 from rewrites.corrections import MATCH, Correction, is_as_made, take_back
 from rewrites.observe import observe
-from rewrites.plan import Plan, analyse, report_on
+from rewrites.plan import Plan, all_single, analyse, decide, look, report_on, run_source
 from rewrites.trace import as_arguments
 from sj_tac import host
 from sj_tac.errors import ConversionError, ModelTypeError
@@ -57,9 +58,36 @@ def convert_with(
     check_plain(model)
     target = model if inplace else deep_copy(model)
     plan = analyse(target, policy, k, example_input, backend, fuse)
+    return _made(plan, model, target, example_input, evidence)
+
+
+class Source:
+    """A model that is converted under many policies: traced, and run on the example, once. It must not change meanwhile.
+
+    Args:
+        model: left as it is. layers: kinds of layers, which every policy then has.
+        example_input, backend: as of ``convert``.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str], *, example_input: Any, backend: str = "auto") -> None:
+        check_plain(model)
+        self.model, self.layers, self.example = model, tuple(layers), example_input
+        target = deep_copy(model)
+        found = look(target, layers, example_input, backends.choose(backend), True)
+        self._looked = run_source(found, target, example_input, True)
+
+    def convert(self, policy: Policy) -> nn.Module:
+        """What ``convert_with`` makes of the model under ``policy``."""
+        assert set(policy.layers) == set(self.layers), (policy.layers, self.layers)
+        target = deep_copy(self.model)
+        return _made(decide(self._looked, target, policy, self.example), self.model, target, self.example, None)
+
+
+def _made(plan: Plan, model: nn.Module, target: nn.Module, example_input: Any, evidence: Any) -> nn.Module:
+    """``target``, the model or a copy of it, converted and verified; as it was where that fails."""
     if not plan.layout.drives:
         raise ConversionError(_no_chain(model, plan))
-    if not inplace:
+    if target is not model:
         host.reset(target)
     handles = swap.apply(plan, target)
     try:
@@ -95,7 +123,7 @@ def _verify(target: nn.Module, plan: Plan, example_input: Any) -> None:
         plan.seen,
         target,
         as_arguments(example_input),
-        exact=all(s.k == 1 for s in plan.settings.values() if s.mode != "keep"),
+        exact=all_single(plan.settings),
         any_rate=plan.layout.emits_groups,
         runs_here=_runs_here(target, plan),
     )

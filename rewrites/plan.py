@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,25 +96,45 @@ class Plan:
 def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fused: bool) -> Plan:
     """Trace, find chains, apply the policy, lay out time, fuse. Changes nothing in ``model``."""
     checked = as_policy(policy, k)
+    return decide(look(model, checked.layers, example_input, backend, fused), model, checked, example_input)
+
+
+def look(model: nn.Module, layers: Sequence[str], example_input: Any, backend: str, fused: bool) -> Plan:
+    """What every policy for these ``layers`` finds in a model: its chains, without settings. Changes nothing in it."""
+    arguments = None if example_input is None else as_arguments(example_input)
     traced = trace(model, example_input)
     graph = read(model, traced.graph)
-    broken = broken_promises(model, None if example_input is None else as_arguments(example_input))
-    chains = find_chains(model, graph, traced.closed, "linear" in checked.layers, broken, example_input is not None)
+    broken = broken_promises(model, arguments)
+    chains = find_chains(model, graph, traced.closed, "linear" in layers, broken, arguments is not None)
+    return Plan(chains, {}, graph, traced.sampled, None, backend, fused, Layout(), Fusion())
+
+
+def run_source(looked: Plan, model: nn.Module, example_input: Any, exact: bool) -> Plan:
+    """A plan with what runs of the source show; with digests of every value where ``exact``."""
+    arguments, sample = as_arguments(example_input), looked.graph.sample
+    sites = {chain.conv: chain.site for chain in looked.chains.values() if isinstance(chain, Chain)}
+    seen = _run_source(model, arguments, sites, exact, sample)
+    return replace(looked, seen=seen, axes=find_axes(model, arguments, sample))
+
+
+def decide(looked: Plan, model: nn.Module, checked: Policy, example_input: Any) -> Plan:
+    """The plan of a model that was looked at, under a policy; the source runs here, if it has not. Changes nothing in it."""
+    chains = looked.chains
     resolved = checked.resolve(list(chains))
     if "conv" not in checked.layers:
         convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
         resolved |= {name: (Settings(mode="keep"), None) for name in convs}
     settings = {name: found for name, (found, _) in resolved.items()}
-    sites = {chain.conv: chain.site for chain in chains.values() if isinstance(chain, Chain)}
-    exact = all(s.k == 1 for s in settings.values() if s.mode != "keep")
-    seen = None
-    if example_input is not None:
-        seen = _run_source(model, as_arguments(example_input), sites, exact, graph.sample)
-    axes = None if example_input is None else find_axes(model, as_arguments(example_input), graph.sample)
-    empty = Plan(chains, settings, graph, traced.sampled, seen, backend, fused, Layout(), Fusion(), axes)
-    plan = empty.under(model, settings)
+    if example_input is not None and looked.seen is None:
+        looked = run_source(looked, model, example_input, all_single(settings))
+    plan = looked.under(model, settings)
     _check_exact_rules(resolved, chains, plan.layout, checked._source)
     return plan
+
+
+def all_single(settings: Mapping[str, Settings]) -> bool:
+    """Nothing is aggregated: a converted net computes what its source does."""
+    return all(s.k == 1 for s in settings.values() if s.mode != "keep")
 
 
 def _run_source(

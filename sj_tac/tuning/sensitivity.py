@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from rewrites.pipeline import check_plain, convert_with, report
+from rewrites.pipeline import Source, check_plain, report
 from sj_tac.errors import PolicyError, interrupted
 from sj_tac.support import machine
 from sj_tac.support.files import write_text
@@ -146,7 +146,8 @@ def sensitivity(
     held = collect(batches, model)
     example = held[0].example()
     space = Space.of(model, ks, modes, layers, held[0].steps, example)
-    before = _Source(held, scores(model, held, how.decode, how.seed), firing(model, held), how)
+    looked = Source(model, layers, example_input=example, backend=how.backend)
+    before = _Source(held, scores(model, held, how.decode, how.seed), firing(model, held), how, looked)
     effects: list[Effect] = []
     source: list[float] = []
     stopped = False
@@ -181,6 +182,7 @@ class _Source(NamedTuple):
     scores: Tensor
     rates: Firing
     how: Measurement
+    looked: Source
 
 
 def _measure(
@@ -198,7 +200,7 @@ def _measure(
     for choice in space.aggregating:
         policy = space.policy({layer: choice})
         try:
-            nets[choice] = convert_with(model, policy, example_input=held[0].example(), backend=how.backend)
+            nets[choice] = before.looked.convert(policy)
         except PolicyError as error:
             effects.append(Effect(layer, choice.mode, choice.k, refused=str(error)))
     taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].given, how.rounds)
@@ -209,7 +211,7 @@ def _measure(
 
 
 def _effect(layer: str, choice: Choice, net: nn.Module, before: _Source, taken: dict[str, float]) -> Effect:
-    held, expected, rates, how = before
+    held, expected, rates, how, _ = before
     verdict = report(net)[layer]
     if verdict.status != "converted":
         return Effect(layer, choice.mode, choice.k, refused=f"{verdict.reason}: {verdict.detail}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewrites.pipeline import convert_with, deep_copy, record_of, report
+from rewrites.pipeline import Source, deep_copy, record_of, report
 from sj_tac import host
 from sj_tac.errors import BatchError, PolicyError, SearchError
 from sj_tac.tuning.batches import Batch
@@ -125,6 +125,7 @@ class Trials:
         self.tried: dict[str, Trial] = {}
         # Candidates are timed in turns with one converted net: the source takes several times as long. No layer of the space
         # refuses to preserve.
+        self.looked = Source(self.source, self.space.kinds, example_input=self.batches[0].example(), backend=self.backend)
         begun = time.monotonic()
         self.reference = self.net(self.space.all(Choice("preserve", self.space.ks[0])))
         self.making = time.monotonic() - begun
@@ -181,8 +182,7 @@ class Trials:
 
     def net(self, choices: Choices) -> nn.Module:
         """The candidate converted, with MACs in its report. Raises PolicyError where a layer refuses."""
-        example = self.batches[0].example()
-        return convert_with(self.source, self.space.policy(choices), example_input=example, backend=self.backend)
+        return self.looked.convert(self.space.policy(choices))
 
     def matched_net(self, trial: Trial) -> nn.Module:
         """The net that a trial measured."""
