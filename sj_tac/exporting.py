@@ -256,14 +256,14 @@ def _translated(program: Any, opset: int | None) -> Any:
         warnings.simplefilter("ignore")
         try:
             found = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+            assert found is not None
+            optimizer = importlib.import_module("onnxscript.optimizer")
+            # torch would look for patterns to rewrite, too: a third of the time, and onnxruntime is no faster for it.
+            optimizer.inline(found.model)
+            optimizer.fold_constants_ir(found.model)
+            optimizer.remove_unused_nodes(found.model)
         except Exception as error:
             raise ExportError(f"torch.onnx cannot write this net down ({_brief(error)})") from error
-    assert found is not None
-    optimizer = importlib.import_module("onnxscript.optimizer")
-    # torch would look for patterns to rewrite, too: a third of an export's time, and onnxruntime is no faster for it.
-    optimizer.inline(found.model)
-    optimizer.fold_constants_ir(found.model)
-    optimizer.remove_unused_nodes(found.model)
     return found.model
 
 

@@ -147,7 +147,7 @@ def sensitivity(
     example = held[0].example()
     space = Space.of(model, ks, modes, layers, held[0].steps, example)
     looked = Source(model, layers, example_input=example, backend=how.backend)
-    before = _Source(held, scores(model, held, how.decode, how.seed), firing(model, held), how, looked)
+    before = _Known(held, scores(model, held, how.decode, how.seed), firing(model, held), how, looked)
     effects: list[Effect] = []
     source: list[float] = []
     stopped = False
@@ -175,7 +175,7 @@ def sensitivity(
     return found
 
 
-class _Source(NamedTuple):
+class _Known(NamedTuple):
     """What is known of the source on the batches: its class scores and firing rates, and how both were measured."""
 
     held: Sequence[Batch]
@@ -189,7 +189,7 @@ def _measure(
     model: nn.Module,
     layer: str,
     space: Space,
-    before: _Source,
+    before: _Known,
     effects: list[Effect],
     source: list[float],
     bar: Bar,
@@ -210,7 +210,7 @@ def _measure(
         bar.step(f"{layer} {choice}")
 
 
-def _effect(layer: str, choice: Choice, net: nn.Module, before: _Source, taken: dict[str, float]) -> Effect:
+def _effect(layer: str, choice: Choice, net: nn.Module, before: _Known, taken: dict[str, float]) -> Effect:
     held, expected, rates, how, _ = before
     verdict = report(net)[layer]
     if verdict.status != "converted":
