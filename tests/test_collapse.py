@@ -3,10 +3,11 @@
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer, neuron
-from support import conv, csnn, frames, node, norm, recorded, zoo
+from support import awake, conv, csnn, frames, node, norm, recorded, zoo
 from torch import nn
 
 import sj_tac
+from sj_tac.runtime.borders import definition
 from sj_tac.runtime.values import Shared
 
 
@@ -57,6 +58,56 @@ def test_count_in_the_first_layer_is_preserve_with_uniform_weights_behind_it(k, 
         groups = [expected[name][0][s : s + k] for s in starts]
         uniform = [sum(f * (1 / len(g)) for f in g).expand(len(g), *g.shape[1:]) for g in groups]
         assert torch.equal(spikes, torch.cat(uniform)), name
+
+
+class Readout(nn.Module):
+    """Chains with a pool behind each, and what may read the last one's spikes: nothing, or a layer and its neuron."""
+
+    def __init__(self, pool, spiking):
+        super().__init__()
+        self.features = three_layers(pool)
+        side = 16 if pool is None else 2
+        self.head = nn.Sequential(layer.Flatten(step_mode="m"), layer.Linear(4 * side * side, 5, step_mode="m"))
+        if spiking:
+            self.head.append(node("plif"))
+
+    def forward(self, x):
+        return self.head(self.features(x))
+
+
+def everything(net, x):
+    """Output, input's gradient, voltages."""
+    functional.reset_net(net)
+    x = x.clone().requires_grad_()
+    y = net(x)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return [y.detach(), x.grad, *(m.v.detach() for m in net.modules() if isinstance(m, neuron.BaseNode))]
+
+
+@pytest.mark.parametrize("pool", [None, layer.MaxPool2d, layer.AvgPool2d])
+@pytest.mark.parametrize("end", ["features", "linear", "spiking"])
+@pytest.mark.parametrize(("spikes", "k", "steps"), [("count", 4, 8), ("count", 3, 7), ("binary", 2, 7)])
+def test_who_runs_the_neurons_and_how_modules_are_joined_changes_nothing(pool, end, spikes, k, steps):
+    """Kernels, the host's own steps, plain frames between modules, and the net unfused: all are the definition."""
+    net = (three_layers(pool) if end == "features" else Readout(pool, end == "spiking")).eval()
+    net = awake(net, frames(steps, 2, 2, 16, 16)).double()
+    name = "0" if end == "features" else "features.0"
+    default = {"mode": "collapse" if spikes == "count" else "preserve", "k": k}
+    policy = {"default": default, "rules": [{"match": name, "mode": "collapse", "k": k, "spikes": spikes}]}
+    x = frames(steps, 2, 2, 16, 16, dtype=torch.float64)
+    expected = everything(sj_tac.convert(net, policy, example_input=x, fuse=False), x)
+    assert expected[0].abs().sum() > 0
+    fast = sj_tac.convert(net, policy, example_input=x)
+    found = {"kernels": everything(fast, x)}
+    with definition(fast):
+        found["plain frames"] = everything(fast, x)
+    for module in fast.modules():
+        if isinstance(module, neuron.BaseNode):
+            module.store_v_seq = True
+    found["the host's steps"] = everything(fast, x)
+    for way, values in found.items():
+        for a, b in zip(values, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, way=way: f"{way}: {m}")
 
 
 def test_every_neuron_behind_a_count_collapse_is_stretched():

@@ -164,11 +164,17 @@ class UnitModule(neuron.BaseNode):
         spikes = self._steps(frames)
         if x.means is None:
             return spikes
-        if unit.pool is None and not unit.pools_later:
-            return Shared.of(SharedExpression(reference.mean(spikes, x.means.steps), x.means), x.means)
-        later = Spikes.of(Made(lambda t: t.clone(), (spikes,), spikes), tuple(spikes.shape), spikes)
-        later.means = x.means
-        return later
+        if unit.pools_later:
+            later = Spikes.of(Made(lambda t: t.clone(), (spikes,), spikes), tuple(spikes.shape), spikes)
+            later.means = x.means
+            return later
+        means = SharedExpression(reference.mean(spikes, x.means.steps), x.means)
+        if unit.pool is None or spikes.dim() != 5:
+            return Shared.of(means, x.means)
+        # The mean of pooled steps, as ``fire`` gives it.
+        pooled = reference.mean(unit.pool._pooled(spikes), x.means.steps)
+        inner = Shared.of(SharedExpression(pooled, x.means), x.means)
+        return Spikes.of(means, tuple(spikes.shape), spikes, pooled=(host.pool_window(unit.pool) or (), inner))
 
     def _on_drives(self, x: Shared) -> Tensor:
         """Run on drives that steps share, with what the value notes of norms and residuals."""
@@ -270,7 +276,7 @@ class UnitModule(neuron.BaseNode):
             return self._merged_steps(x)
         lengths = group_lengths(x.shape[0], unit.span.merged)
         spikes = self._steps(reference.mean_of_alike(x, lengths))
-        if unit.span.stretch > 1 and not unit.pools_later and unit.pool is None:
+        if unit.span.stretch > 1 and not unit.pools_later:
             inner = group_lengths(spikes.shape[0], unit.span.stretch)
             spikes = reference.repeat(reference.mean(spikes, inner), inner)
         return reference.repeat(spikes, lengths)
@@ -283,7 +289,7 @@ class UnitModule(neuron.BaseNode):
             before = compiled.groups_of(total, size // unit.merge)
             return compiled.repeat(compiled.merged(self, drives, kernel, before), size, total)
         spikes = compiled.steps(self, drives, kernel)
-        if unit.span.stretch > 1 and not unit.pools_later and unit.pool is None:
+        if unit.span.stretch > 1 and not unit.pools_later:
             spikes = compiled.repeat(compiled.mean(spikes, unit.span.stretch), unit.span.stretch, spikes.shape[0])
         return compiled.repeat(spikes, size, total)
 
