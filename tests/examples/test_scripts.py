@@ -1,10 +1,8 @@
 """The scripts of the paper's experiments: help, a short run on small data, a kill in mid-epoch, and the files it leaves."""
 
 import json
-import os
 import signal
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import dvs128
 import dvs_gesture
 import finetune
+import forks
 import nets
 import nmnist
 import numpy as np
@@ -182,40 +181,36 @@ def test_finetune_goes_on_from_where_it_was(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == said.splitlines()[:4]
 
 
-def started(arguments, cwd):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    command_line = [sys.executable, str(EXAMPLES / arguments[0]), *map(str, arguments[1:])]
-    return subprocess.Popen(
-        command_line, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 # The other studies train by the same loop.
 @pytest.mark.parametrize("script", ["rate_coded", "finetune"])
-def test_a_kill_in_mid_epoch_costs_nothing(script, digits, tmp_path):
+def test_a_kill_in_mid_epoch_costs_nothing(script, digits, tmp_path, monkeypatch):
     data = {
         "rate_coded": ["--data", digits, "--steps", 4, "--batch", 6],
         "finetune": ["--epochs", 1],
     }[script]
     study_only = ["--rows", "baseline", "--epochs", 1, "--tune-epochs", 1, "--rounds", 1, "--quick", "--threads", 1]
-    arguments = [f"{script}.py", *data, "--save-every", 0, *([] if script == "finetune" else study_only)]
-    out = tmp_path / "killed"
-    running = started([*arguments, "--out", out], tmp_path)
+    options = [*data, "--save-every", 0, *([] if script == "finetune" else study_only)]
+    out, whole, said = tmp_path / "killed", tmp_path / "whole", tmp_path / "said.txt"
+
+    def started(folder):
+        call = [EXAMPLES / f"{script}.py", *map(str, options), "--out", str(folder)]
+        return forks.start(monkeypatch, forks.script, said, *call)
+
+    running = started(out)
     deadline, middle = time.monotonic() + 120, False
-    while not middle and time.monotonic() < deadline and running.poll() is None:
+    while not middle and time.monotonic() < deadline and running.is_alive():
         time.sleep(0.01)
         for path in out.rglob("last.pt"):
             history = torch.load(path, weights_only=True)["history"]
             middle = history["step"] > 0
-    running.send_signal(signal.SIGKILL)
-    said, _ = running.communicate()
-    assert middle, said
-    whole = tmp_path / "whole"
-    outputs = []
+    running.kill()
+    running.join()
+    assert middle, said.read_text()
+    assert running.exitcode == -signal.SIGKILL
     for folder in (out, whole):
-        done = started([*arguments, "--out", folder], tmp_path)
-        outputs.append(done.communicate()[0])
-        assert done.returncode == 0, outputs[-1]
+        done = started(folder)
+        done.join()
+        assert done.exitcode == 0, said.read_text()
     killed, expected = ({p.relative_to(f): p for p in sorted(f.rglob("last.pt"))} for f in (out, whole))
     assert list(killed) == list(expected)
     assert killed

@@ -1,14 +1,12 @@
 """The search log: kills, full disks, half lines, other searches' logs."""
 
 import json
-import multiprocessing
-import os
 import resource
 import signal
-import sys
 import time
 
 import costs
+import forks
 import pytest
 import torch
 from support import csnn
@@ -25,16 +23,10 @@ def lines(path):
 def test_ten_kills_and_the_policy_is_that_of_an_uninterrupted_search(tmp_path, monkeypatch):
     expected = costs.run()
     log, out = tmp_path / "log.jsonl", tmp_path / "policy.yaml"
-    # A server that has imported torch forks the processes: they are killed as any other, and begin at once.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["costs", "torch._dynamo"])
     kills, seen = 0, []
     generator = torch.Generator().manual_seed(0)
     while kills < 10:
-        process = forks.Process(target=costs.save, args=(log, out, 0.1))
-        process.start()
+        process = forks.start(monkeypatch, costs.save, log, out, 0.1)
         before = log.stat().st_size if log.exists() else 0
         while process.is_alive() and (not log.exists() or log.stat().st_size <= before):
             time.sleep(0.01)
@@ -49,8 +41,7 @@ def test_ten_kills_and_the_policy_is_that_of_an_uninterrupted_search(tmp_path, m
     assert not out.exists()
     assert seen == sorted(seen)
     assert seen[-1] > seen[0]
-    last = forks.Process(target=costs.save, args=(log, out))
-    last.start()
+    last = forks.start(monkeypatch, costs.save, log, out)
     last.join()
     assert last.exitcode == 0
     assert sj_tac.Policy.load(out) == expected
