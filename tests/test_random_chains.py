@@ -1,13 +1,16 @@
 """Random chains under random policies, against an interpreter that knows only the equations and counts every step."""
 
+from contextlib import nullcontext
+
 import torch
 from hypothesis import example, given, settings, strategies as st
-from spikingjelly.activation_based import layer
+from spikingjelly.activation_based import layer, neuron
 from support import conv, node, norm
 from torch import nn
 
 import sj_tac
 from sj_tac.errors import ConversionError
+from sj_tac.runtime.borders import definition
 
 THRESHOLD = 0.35
 
@@ -121,18 +124,19 @@ def row(mode, k, spikes="count", pool="none"):
 
 
 # Frames that stand for 2, 2, 2 and 1 steps, in whole groups of two: the last group has weights of its own.
-@example([row("collapse", 2), row("preserve", 4)], LIF, 7, 0, True)
-@example([row("collapse", 2, pool="max"), row("collapse", 4, pool="max")], LIF, 11, 1, False)
-@example([row("collapse", 2, "binary"), row("collapse", 2), row("preserve", 4)], LIF, 13, 2, True)
+@example([row("collapse", 2), row("preserve", 4)], LIF, 7, 0, "kernels")
+@example([row("collapse", 2, pool="max"), row("collapse", 4, pool="max")], LIF, 11, 1, "unfused")
+@example([row("collapse", 2, "binary"), row("collapse", 2), row("preserve", 4)], LIF, 13, 2, "kernels")
+@example([row("collapse", 2), row("collapse", 2, "binary", "avg"), row("collapse", 4)], LIF, 5, 0, "the host's steps")
 @settings(max_examples=2 * settings().max_examples, deadline=None)
 @given(
     st.lists(st.tuples(layers, choices), min_size=1, max_size=4),
     neurons,
     st.integers(1, 14),
     st.integers(0, 99),
-    st.booleans(),
+    st.sampled_from(["kernels", "the host's steps", "plain frames", "unfused"]),
 )
-def test_random_chains(rows, head, steps, seed, fuse):
+def test_random_chains(rows, head, steps, seed, way):
     torch.manual_seed(seed)
     modules, policy, channels, size = [], [], 2, 8
     for ((kind, v_reset, decay_input, tau), pool, bias), choice in rows:
@@ -157,7 +161,7 @@ def test_random_chains(rows, head, steps, seed, fuse):
     assert [v.layer for v in report.verdicts if v.layer in map(str, convs)] == list(map(str, convs))
     x = (torch.rand(steps, 2, 2, 8, 8) < 0.5).double()
     try:
-        fast = sj_tac.convert(net, {"rules": rules}, fuse=fuse, backend="reference" if seed % 3 else "auto")
+        fast = sj_tac.convert(net, {"rules": rules}, fuse=way != "unfused", backend="reference" if seed % 3 else "auto")
     except ConversionError:
         assert not report.converted
         return
@@ -167,8 +171,13 @@ def test_random_chains(rows, head, steps, seed, fuse):
         with torch.no_grad():
             assert fast(x).shape == net(x).shape
         return
+    for module in fast:
+        if isinstance(module, neuron.BaseNode):
+            module.store_v_seq = way == "the host's steps"
     with torch.no_grad():
         expected, voltages = interpret(net, policy, x)
-        torch.testing.assert_close(fast(x), expected, rtol=1e-9, atol=1e-9)
+        with definition(fast) if way == "plain frames" else nullcontext():
+            got = fast(x)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     for module, voltage in zip((m for m in fast if hasattr(m, "v_threshold")), voltages, strict=True):
         torch.testing.assert_close(module.v, voltage, rtol=1e-9, atol=1e-9)

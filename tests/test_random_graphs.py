@@ -64,6 +64,10 @@ MODULES = {
     "block without norm": lambda: nn.Sequential(conv(C, C), lif("plif"), layer.Dropout(0.2, step_mode="m")),
     "block and pool": lambda: nn.Sequential(conv(C, C), norm(C), lif(), layer.MaxPool2d(3, 1, 1, step_mode="m")),
     "block and mean": lambda: nn.Sequential(conv(C, C), norm(C), lif(), layer.AvgPool2d(3, 1, 1, step_mode="m")),
+    "block and two pools": lambda: nn.Sequential(
+        *[conv(C, C), norm(C), lif(), layer.Dropout(0.2, step_mode="m")],
+        *[pool(3, 1, 1, step_mode="m") for pool in (layer.MaxPool2d, layer.AvgPool2d)],
+    ),
     "pool and neuron": lambda: nn.Sequential(conv(C, C), norm(C), layer.AvgPool2d(3, 1, 1, step_mode="m"), lif()),
     "max pool and neuron": lambda: nn.Sequential(conv(C, C), layer.MaxPool2d(3, 1, 1, step_mode="m"), lif()),
     "container": lambda: nn.Sequential(layer.SeqToANNContainer(nn.Conv2d(C, C, 3, padding=1), nn.BatchNorm2d(C)), lif()),
@@ -125,7 +129,8 @@ class Graph(nn.Module):
 
 
 # Mostly what drives and neurons are made of, so that most programs have chains; the rest is there to be in the way.
-COMMON = ["block", "block without norm", "block and pool", "block and mean", "pool and neuron", "container"]
+COMMON = ["block", "block without norm", "block and pool", "block and mean", "block and two pools", "pool and neuron"]
+COMMON += ["container"]
 COMMON += ["spiking", "spiking, projected", "ms", "ms, projected", "sew", "sew"]
 PARTS = ["conv", "norm", "lif", "plif", "if", "avg pool", "dropout", "add", "add", "add in place", "cat", "scale"]
 operation = st.tuples(

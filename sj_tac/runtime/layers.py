@@ -16,7 +16,7 @@ from sj_tac.kernels.weights import group_lengths
 from sj_tac.runtime import compiled
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.entries import is_usable
-from sj_tac.runtime.expressions import Made, SharedExpression, over
+from sj_tac.runtime.expressions import Computed, Expression, Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups
 from sj_tac.runtime.matched import Matchable
 from sj_tac.runtime.values import Shared, Spikes, ordinary
@@ -206,11 +206,24 @@ class InnerBatchNorm3d(NormModule, nn.BatchNorm3d):
     _folds = True
 
 
-def pending(frames: Tensor, means: Groups) -> Spikes:
-    """Frames whose mean over ``means`` a pool further on will take."""
-    made = Spikes.of(Made(torch.clone, (frames,), frames), tuple(frames.shape), frames)
+def pending(steps: Tensor, means: Groups, again: Expression | None = None) -> Spikes:
+    """Frames whose mean over ``means`` a pool further on will take; ``again`` makes the steps another time.
+
+    Behind a binary collapse each of the steps stands for several frames.
+    """
+    lengths = means.stepwise().frames
+    source = Computed(torch.clone, (steps,)) if again is None else again
+    frames = reference.repeat(steps, lengths)
+    made = Spikes.of(
+        Made(lambda *x: reference.repeat(source.on(*x), lengths), source.inputs, frames), tuple(frames.shape), frames
+    )
     made.means = means
     return made
+
+
+def _steps(x: Spikes, means: Groups, reader: str) -> Tensor:
+    """What ``pending`` was given."""
+    return reference.first(x.frames(reader), means.stepwise().frames)
 
 
 class _PoolModule(nn.Module):
@@ -227,7 +240,7 @@ class _PoolModule(nn.Module):
                 x.note_use()
                 return x.pooled[1]
             if x.means is not None:
-                steps = self._pooled(x.frames(pool.name))
+                steps = self._pooled(_steps(x, x.means, pool.name))
                 if pool.means:
                     return Shared.of(SharedExpression(reference.mean(steps, x.means.steps), x.means), x.means)
                 return pending(steps, x.means)
@@ -303,9 +316,11 @@ class _DropoutModule(nn.Module):
         if len(x.sums) == 1:
             ((wanted, summed),) = x.sums.items()
             masked = super().forward(summed)
+        elif x.means is not None:
+            return pending(super().forward(_steps(x, x.means, self._tac.name)), x.means)
         else:
-            masked = super().forward(x.frames(self._tac.name))
-            return masked if x.means is None else pending(masked, x.means)
+            whole: Tensor = super().forward(x.frames(self._tac.name))
+            return whole
         mask = self.mask
         made = Spikes.of(over(x.expression, lambda t: t * mask), tuple(x.shape), masked, sums={wanted: masked})
         made.maker = x.maker

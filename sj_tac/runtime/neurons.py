@@ -23,6 +23,7 @@ from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.expressions import Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups, Sums, single
+from sj_tac.runtime.layers import pending
 from sj_tac.runtime.runs import Inputs, Run
 from sj_tac.runtime.values import Shared, Spikes, ordinary
 
@@ -158,23 +159,23 @@ class UnitModule(neuron.BaseNode):
         if x.merges:
             steps, groups = self._merged_steps(frames), groups.merged()
             return Shared.of(SharedExpression(reference.first(steps, groups.frames), groups))
-        if groups.frames is not groups.steps:
+        one_for_many = groups.frames is not groups.steps
+        if one_for_many:  # behind a binary collapse
             groups = groups.stepwise()
-            return Shared.of(SharedExpression(self._steps(reference.first(frames, groups.frames)), groups))
+            frames = reference.first(frames, groups.frames)
         spikes = self._steps(frames)
         if x.means is None:
-            return spikes
+            return Shared.of(SharedExpression(spikes, groups)) if one_for_many else spikes
         if unit.pools_later:
-            later = Spikes.of(Made(lambda t: t.clone(), (spikes,), spikes), tuple(spikes.shape), spikes)
-            later.means = x.means
-            return later
+            return pending(spikes, x.means)
         means = SharedExpression(reference.mean(spikes, x.means.steps), x.means)
         if unit.pool is None or spikes.dim() != 5:
             return Shared.of(means, x.means)
         # The mean of pooled steps, as ``fire`` gives it.
         pooled = reference.mean(unit.pool._pooled(spikes), x.means.steps)
         inner = Shared.of(SharedExpression(pooled, x.means), x.means)
-        return Spikes.of(means, tuple(spikes.shape), spikes, pooled=(host.pool_window(unit.pool) or (), inner))
+        shape = (x.means.total, *spikes.shape[1:])
+        return Spikes.of(means, shape, spikes, pooled=(host.pool_window(unit.pool) or (), inner))
 
     def _on_drives(self, x: Shared) -> Tensor:
         """Run on drives that steps share, with what the value notes of norms and residuals."""
@@ -247,9 +248,7 @@ class UnitModule(neuron.BaseNode):
             out, last = run(None, None, 1)
             host.put_state(self, last, [])
             unit.gave = "frames"
-            later = Spikes.of(Made(run.again(None, None, 1).on, run.given, out), shape, out)
-            later.means = means
-            return later
+            return pending(out, means, run.again(None, None, 1))
         weights, size = unit.mean_weights(means, (y.dtype, y.device))
         out, last = run(pool, weights, size)
         host.put_state(self, last, [])
