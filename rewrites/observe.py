@@ -15,6 +15,8 @@ from sj_tac import host
 from sj_tac.verdicts import AT_RISK, HELP
 
 SECONDS = 0.5  # for the times, beyond one run of each
+ROUNDS = 7
+CLEAR = 1.5  # three rounds are enough where the times differ by this factor
 SLOWER = 1.05
 MOVED = 0.25  # relative, of a firing rate
 
@@ -40,7 +42,9 @@ def _times(source: nn.Module, converted: nn.Module, arguments: tuple[Any, ...]) 
     cuda = any(p.is_cuda for p in converted.parameters())
     start = time.perf_counter()
     with host.looked_at(source), host.looked_at(converted):
-        while len(taken[source]) < 7 and (not taken[source] or time.perf_counter() - start < SECONDS):
+        while not taken[source] or (len(taken[source]) < ROUNDS and time.perf_counter() - start < SECONDS):
+            if len(taken[source]) == 3 and not 1 / CLEAR < _ratio(taken[source], taken[converted]) < CLEAR:
+                break
             for net, seconds in taken.items():
                 # Twice, so that a net follows itself, and not another that filled the caches.
                 for _ in range(2):
@@ -50,12 +54,16 @@ def _times(source: nn.Module, converted: nn.Module, arguments: tuple[Any, ...]) 
                     if cuda:
                         torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - began)
-    before, after = (1e3 * statistics.median(seconds) for seconds in taken.values())
-    if after <= SLOWER * before:
+    if _ratio(taken[source], taken[converted]) <= SLOWER:
         return []
+    before, after = (1e3 * statistics.median(seconds) for seconds in taken.values())
     return [
         f"slower than its source on this sample: {after:.3g} ms for {before:.3g} ms; sj_tac.search finds layers that gain"
     ]
+
+
+def _ratio(before: list[float], after: list[float]) -> float:
+    return statistics.median(after) / statistics.median(before)
 
 
 def _run(net: nn.Module, arguments: tuple[Any, ...]) -> tuple[list[Tensor], dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import random
 import sys
 from collections import OrderedDict, deque
@@ -160,7 +161,7 @@ class _Kept:
     def put_back(self) -> None:
         """Make everything what it was, in place; what has not changed is not written to."""
         for held, before in self.dicts:
-            if not (_are(held, before) and _are(held.values(), before.values())):
+            if (held or before) and not (_are(held, before) and _are(held.values(), before.values())):
                 base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
                 base.clear(held)
                 base.update(held, before)
@@ -181,7 +182,7 @@ _LOOKED_INTO = (nn.Module, dict, list, tuple, set, frozenset, deque, Tensor)
 
 def _are(items: Collection[Any], others: Collection[Any]) -> bool:
     """True where both hold the same objects in the same order."""
-    return len(items) == len(others) and all(a is b for a, b in zip(items, others, strict=True))
+    return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,45 +1,61 @@
 """What a report says of the net as a whole: slower, other predictions, other rates, where time stands."""
 
-import copy
-import time
-
+import pytest
 import torch
 from spikingjelly.activation_based import functional
-from support import conv, csnn, frames, node, norm
+from support import conv, frames, node, norm
 from torch import nn
 
 import sj_tac
 from rewrites import observe
 
 
-class Slow(nn.Module):
-    """A norm that takes its time once it is behind a converted conv."""
+class Clock:
+    def __init__(self):
+        self.now, self.calls = 0.0, {"source": 0, "converted": 0}
+
+    def perf_counter(self):
+        return self.now
+
+
+class Timed(nn.Module):
+    """A net whose calls take what they are said to, by a clock that no look puts back."""
+
+    def __init__(self, name, clock, seconds):
+        super().__init__()
+        self.name, self.clock, self.seconds = name, clock, seconds
 
     def forward(self, x):
+        calls = self.clock.calls
+        self.clock.now += self.seconds[calls[self.name] % len(self.seconds)]
+        calls[self.name] += 1
         return x
 
 
-def test_a_net_that_is_no_faster_says_so(monkeypatch):
-    net, x = csnn().eval(), frames(6, 2, 2, 8, 8)
-    run = nn.Module.__call__
-
-    def slowed(module, *args, **kwargs):
-        if hasattr(module, "_sj_tac") or "_sj_tac" in module.__dict__:
-            time.sleep(0.05)
-        return run(module, *args, **kwargs)
-
-    monkeypatch.setattr(observe, "SECONDS", 0.05)
-    fast = sj_tac.convert(net, example_input=x)
-    fast.__dict__["_sj_tac"] = fast._sj_tac
-    monkeypatch.setattr(nn.Module, "__call__", slowed)
-    (note,) = [n for n in observe.observe(net, fast, (x,), aggregates=False, timed=True) if "slower" in n]
-    assert note.startswith("slower than its source on this sample: ")
-
-
-def test_a_net_that_is_faster_says_nothing(monkeypatch):
-    net, x = csnn().eval(), frames(6, 2, 2, 8, 8)
-    monkeypatch.setattr(observe, "SLOWER", 100.0)
-    assert observe.observe(net, copy.deepcopy(net), (x,), aggregates=True, timed=True) == []
+@pytest.mark.parametrize(
+    ("before", "after", "calls", "note"),
+    [
+        ([1e-3], [2e-3], 6, ["2 ms for 1 ms"]),
+        ([1e-3], [5e-4], 6, []),
+        ([1e-3], [1.2e-3], 14, ["1.2 ms for 1 ms"]),
+        ([1e-3], [1.04e-3], 14, []),
+        # The second call of a round counts, which follows one of the same net; and of rounds the median.
+        ([1e-3], [9e-3, 1e-3], 14, []),
+        ([1e-3], [1e-3, 1e-3, 1e-3, 9e-3], 14, []),
+        # Half a second is enough, but one round is run of any net.
+        ([1.0], [1.1], 2, ["1.1e+03 ms for 1e+03 ms"]),
+    ],
+)
+def test_a_net_that_is_slower_says_so(monkeypatch, before, after, calls, note):
+    clock = Clock()
+    monkeypatch.setattr(observe, "time", clock)
+    monkeypatch.setattr(observe, "ROUNDS", 7)
+    source, fast = Timed("source", clock, before), Timed("converted", clock, after)
+    found = observe.observe(source, fast, (torch.ones(1),), aggregates=False, timed=True)
+    words = "slower than its source on this sample: {}; sj_tac.search finds layers that gain"
+    assert found == [words.format(times) for times in note]
+    assert clock.calls == {"source": calls, "converted": calls}
+    assert observe.observe(source, fast, (torch.ones(1),), aggregates=False, timed=False) == []
 
 
 class Voting(nn.Module):
