@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 import quickstart
 import torch
-from spikingjelly.activation_based import encoding, functional
+from spikingjelly.activation_based import encoding, functional, layer
 from support import ZOO, awake, conv, csnn, frames, node, norm, only_v2
 from torch import nn
 
@@ -137,6 +137,22 @@ def test_other_policies_and_neurons_with_a_short_last_group(policy, neuron_of, t
     expected = at_rest(fast, x)
     said = sj_tac.export_onnx(fast, x, tmp_path / "net.onnx")
     assert said.spikes[0] == 0
+    torch.testing.assert_close(in_onnxruntime(tmp_path / "net.onnx", x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_pool_behind_a_count_collapse(tmp_path):
+    """Its reader sees the mean of a group's steps, as in the net itself."""
+    torch.manual_seed(1)
+    x = frames(9, N, 2, 8, 8)
+    pool, head = layer.AvgPool2d(2, step_mode="m"), layer.Linear(64, 60, step_mode="m")
+    net = awake(
+        nn.Sequential(conv(2, 4), norm(4), node("lif"), pool, layer.Flatten(step_mode="m"), head, node("lif")), x
+    ).eval()
+    fast = sj_tac.convert(net, "collapse", 2, example_input=x)
+    expected = at_rest(fast, x)
+    assert expected.std() > 0
+    assert torch.equal(at_rest(sj_tac.convert(net, "collapse", 2, example_input=x, fuse=False), x), expected)
+    sj_tac.export_onnx(fast, x, tmp_path / "net.onnx")
     torch.testing.assert_close(in_onnxruntime(tmp_path / "net.onnx", x), expected, rtol=1e-4, atol=1e-5)
 
 

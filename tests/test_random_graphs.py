@@ -211,7 +211,7 @@ def outputs(net, x):
     return y if isinstance(y, tuple) else (y,)
 
 
-@settings(max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3 * settings().max_examples // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case)
 @example(
     {
@@ -300,7 +300,7 @@ def check_graph(drawn):
     assert outputs(sj_tac.restore(fast, drop_learned=True), x)[0].equal(expected[0])
 
 
-@settings(max_examples=3 * settings().max_examples // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case)
 def test_k1_is_the_source(drawn):
     net, x, _, policy = build(drawn)
@@ -311,7 +311,7 @@ def test_k1_is_the_source(drawn):
     assert all(torch.equal(a, b) for a, b in zip(outputs(fast, x), outputs(net, x), strict=True))
 
 
-@settings(max_examples=3 * settings().max_examples // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case)
 def test_preserve_changes_converted_convs_and_nothing_else(drawn):
     """Each module on the input it was given: converted convs by the definition, all others as in the source."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from idioms.miniatures import IDIOMS, C, N, OwnNeuron, OwnNorm, T
 from spikingjelly.activation_based import functional, neuron
+from support import only_v2
 from torch import nn
 
 import sj_tac
@@ -242,6 +243,7 @@ def test_set_k_changes_it_in_place(name):
     same(run(fast, x), run(oracle(name, net, 3), x), **CLOSE)
 
 
+@only_v2
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [n for n, idiom in IDIOMS.items() if not idiom.exact])
 def test_compiled_it_is_the_same(name):

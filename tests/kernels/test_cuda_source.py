@@ -29,7 +29,7 @@ def on_the_cpu(monkeypatch, tmp_path):
 
 
 # Every example compiles its programs anew, about a second each.
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(space)
 def test_cuda_is_the_reference(case):
     half = torch.float16 if case["dtype"] == torch.float64 else case["dtype"]

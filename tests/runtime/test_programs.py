@@ -102,7 +102,7 @@ def test_most_programs_say_something():
         run_one(Program(TWO, STRAIGHT, mode=mode))
 
     @settings(
-        max_examples=60, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=40, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(programs())
