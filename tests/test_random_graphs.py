@@ -160,9 +160,19 @@ case = st.fixed_dictionaries(
     }
 )
 RESIDUAL = [("block", 0, 1, False), ("conv", 0, 1, False), ("norm", 0, 1, False), ("add", 0, 2, False)]
+BLOCKS = [("block", 0, 1, False)] * 3
 # A region that must end between a conv and its neuron: the sum of that neuron's spikes goes to a MaxPool.
-POOLED_SUM = [*[("block", 0, 1, False)] * 3, ("ms", 0, 1, False), ("max pool", 0, 1, False)]
+POOLED_SUM = [*BLOCKS, ("ms", 0, 1, False), ("max pool", 0, 1, False)]
+PROJECTED = [*BLOCKS[:2], ("ms, projected", 0, 1, False), ("block", 0, 1, False)]
 PLAIN = {"weights": "decay", "spikes": "count", "approximate": False}
+BINARY = {"spikes": "binary"}
+
+
+def fixed(program, ending, default, rules, steps, *, seed=0):
+    """A case of one's own, with the policy's other settings as usual."""
+    rules = [(match, PLAIN | more) for match, more in rules]
+    whole = {"program": program, "readout": "lif", "ending": ending, "steps": steps, "seed": seed}
+    return whole | {"default": PLAIN | default, "rules": rules}
 
 
 def wake(net, x):
@@ -213,54 +223,11 @@ def outputs(net, x):
 
 @settings(max_examples=3 * settings().max_examples // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case)
-@example(
-    {
-        "program": RESIDUAL,
-        "readout": "lif",
-        "ending": "last",
-        "default": {"mode": "collapse", "k": 2, **PLAIN},
-        "rules": [],
-        "steps": 5,
-        "seed": 0,
-    }
-)
-@example(
-    {
-        "program": POOLED_SUM,
-        "readout": "lif",
-        "ending": "last",
-        "default": {"mode": "preserve", "k": 1, **PLAIN},
-        "rules": [("parts.[02468]*", {"mode": "collapse", "k": 2, **PLAIN})],
-        "steps": 4,
-        "seed": 0,
-    }
-)
-@example(
-    {
-        "program": [*RESIDUAL, ("lif", 0, 1, False), *RESIDUAL],
-        "readout": "lif",
-        "ending": "mean",
-        "default": {"mode": "preserve", "k": 3, **PLAIN},
-        "rules": [],
-        "steps": 7,
-        "seed": 1,
-    }
-)
-@example(
-    {
-        "program": [
-            *[("block", 0, 1, False)] * 2,
-            ("ms, projected", 0, 1, False),
-            ("block", 0, 1, False),
-        ],
-        "readout": "lif",
-        "ending": "last",
-        "default": {"mode": "preserve", "k": 3, **PLAIN},
-        "rules": [("parts.3*", {"mode": "collapse", "k": 1, **PLAIN})],
-        "steps": 7,
-        "seed": 0,
-    }
-)
+@example(fixed(RESIDUAL, "last", {"mode": "collapse", "k": 2}, (), 5))
+@example(fixed(POOLED_SUM, "last", {"mode": "preserve", "k": 1}, [("parts.[02468]*", {"mode": "collapse", "k": 2})], 4))
+@example(fixed([*RESIDUAL, ("lif", 0, 1, False), *RESIDUAL], "mean", {"mode": "preserve", "k": 3}, (), 7, seed=1))
+@example(fixed(PROJECTED, "last", {"mode": "preserve", "k": 3}, [("parts.3*", {"mode": "collapse", "k": 1})], 7))
+@example(fixed(BLOCKS, "last", {"mode": "collapse", "k": 2}, [("parts.1*", {"mode": "collapse", "k": 2, **BINARY})], 5))
 def test_every_graph(drawn):
     # Of half of them every convolution is run in parts, where nothing differentiates.
     with large_convolutions() if drawn["seed"] % 2 else nullcontext():
