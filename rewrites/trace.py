@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -39,6 +40,7 @@ class _LeafTracer(fx.Tracer):
         self.opaque = opaque
         self.closed: dict[nn.Module, str] = {}
         self._stopped: tuple[BaseException, nn.Module] | None = None
+        self._thread = threading.get_ident()
         self.buffers = Buffers(self.write)
 
     def write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
@@ -59,7 +61,7 @@ class _LeafTracer(fx.Tracer):
         return not host.is_composite(m) and super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.submodule_paths is not None and m not in self.submodule_paths:
+        if self._is_elsewhere() or (self.submodule_paths is not None and m not in self.submodule_paths):
             # Made in forward, so no part of the model: what it does is part of the function that made it.
             return forward(*args, **kwargs)
         depth, last = len(self.module_stack), next(iter(reversed(self.graph.nodes)), None)
@@ -75,6 +77,15 @@ class _LeafTracer(fx.Tracer):
                 return self.call_module(m, forward, args, kwargs)
             self._stopped = error, m
             raise
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._is_elsewhere():
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def _is_elsewhere(self) -> bool:
+        """True in a thread that runs modules while another one traces: torch.fx patches the class of all modules."""
+        return threading.get_ident() != self._thread
 
     def _forget(self, last: fx.Node | None, depth: int) -> None:
         """Take off what was recorded since the node ``last``."""
@@ -240,6 +251,8 @@ def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _PLAIN = (bool, int, float, str, type(None))
+# A trace patches the class of all modules and puts back what it found, which must not be another trace's patch.
+_ONE_TRACE = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -294,7 +307,7 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
 def _traced(tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], *, sampled: bool) -> Traced:
     names = {module: name for name, module in model.named_modules()}
     try:
-        with tracer.buffers:
+        with _ONE_TRACE, tracer.buffers:
             graph = tracer.trace(model, concrete_args=_concrete(model, given, sampled) or None)
     except Exception as error:
         raise TraceError(
