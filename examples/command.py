@@ -27,7 +27,7 @@ def parser(description: str, out: str) -> argparse.ArgumentParser:
     made.add_argument("--epochs", type=int, help="passes over the training set, in place of the protocol's")
     made.add_argument("--batch", type=int, help="samples per step, in place of the protocol's")
     made.add_argument("--rate", type=float, help="Adam's learning rate, in place of the protocol's")
-    made.add_argument("--tune-epochs", type=int, help="passes of the fine-tuning after conversion")
+    made.add_argument("--tune-epochs", type=int, help="passes of the fine-tuning after conversion; 0 leaves it out")
     made.add_argument("--ks", type=int, nargs="+", help="frames per convolution, in place of the protocol's")
     made.add_argument("--rounds", type=int, default=7, help="timed rounds; medians are shown (default 7)")
     made.add_argument("--device", default="auto", help="cpu, cuda, or auto (default)")
@@ -75,7 +75,7 @@ def options(args: argparse.Namespace, workers: Workers) -> study.Options:
 def parsed(made: argparse.ArgumentParser, **least: int) -> argparse.Namespace:
     """The command line. Numbers that can mean nothing end here, before anything is read; ``least`` names more of them."""
     args = made.parse_args()
-    for name, low in {"epochs": 1, "batch": 1, "rounds": 1, "threads": 1, "tune_epochs": 1, "k": 1, **least}.items():
+    for name, low in {"epochs": 1, "batch": 1, "rounds": 1, "threads": 1, "tune_epochs": 0, "k": 1, **least}.items():
         value = getattr(args, name)
         if value is not None and value < low:
             made.error(f"--{name.replace('_', '-')} {value}: at least {low}")

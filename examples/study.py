@@ -67,7 +67,7 @@ class Protocol:
 
     name: str
     recipe: Recipe
-    tune_epochs: int
+    tune_epochs: int  # 0: nothing is fine-tuned
     tune_rate: float
     ks_scratch: tuple[int, ...]
     ks_converted: tuple[int, ...]
@@ -117,10 +117,11 @@ def all_rows(protocol: Protocol, first: str, own: Own | None = None) -> list[Row
     for k in protocol.ks_converted:
         rows += [Row(name, policy, k, "converted") for name, policy in policies(k, first).items()]
     rows += [Row(name, policy, k, "converted") for name, (policy, k) in (own or {}).items()]
-    rows.append(Row(BASELINE, None, 1, "fine-tuned"))
-    for k in protocol.ks_converted:
-        rows += [Row(n, p, k, "fine-tuned") for n, p in policies(k, first).items() if n in OURS]
-    rows += [Row(name, policy, k, "fine-tuned") for name, (policy, k) in (own or {}).items()]
+    if protocol.tune_epochs:
+        rows.append(Row(BASELINE, None, 1, "fine-tuned"))
+        for k in protocol.ks_converted:
+            rows += [Row(n, p, k, "fine-tuned") for n, p in policies(k, first).items() if n in OURS]
+        rows += [Row(name, policy, k, "fine-tuned") for name, (policy, k) in (own or {}).items()]
     wanted = {BASELINE, *protocol.only, *protocol.operators, *(own or {})}
     return [row for row in rows if not protocol.only or row.name in wanted]
 

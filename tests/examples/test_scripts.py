@@ -5,6 +5,7 @@ import signal
 import struct
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import dvs128
@@ -217,6 +218,13 @@ def test_a_kill_in_mid_epoch_costs_nothing(script, digits, tmp_path, monkeypatch
     for name, path in killed.items():
         ours, theirs = (torch.load(p, weights_only=True)["net"] for p in (path, expected[name]))
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs), name
+
+
+def test_fine_tuning_can_be_left_out():
+    protocol = replace(rate_coded.QUICK, tune_epochs=0)
+    rows = study.all_rows(protocol, "features.0")
+    assert {row.how for row in rows} == {"scratch", "converted"}
+    assert [row for row in study.all_rows(rate_coded.QUICK, "features.0") if row.how != "fine-tuned"] == rows
 
 
 def test_the_papers_collapse_calls_each_convolution_once_for_k_frames():
