@@ -52,11 +52,12 @@ def main() -> None:
 
         def timed(module: nn.Module) -> None:
             functional.reset_net(module)
-            module(x)
+            with measure.precision(options):
+                module(x)
 
         found = configurations(net, x, options.compile)
         runs = {label: lambda module=module: timed(module) for label, module in found.items()}
-        runs |= measure.floors(net, x, KS)
+        runs |= {name: measure.under(options, bare) for name, bare in measure.floors(net, x, KS).items()}
         ready = {}
         for label in (label for label in found if label.startswith(COMPILED)):
             start = time.perf_counter()

@@ -70,6 +70,21 @@ def bare_convolutions(net: nn.Module, x: Tensor, k: int) -> Callable[[], list[Te
     return lambda: [m._conv_forward(data, m.weight, m.bias) for m, data in inputs]
 
 
+def precision(options: argparse.Namespace) -> torch.autocast:
+    """What a run is to stand under: autocast in bfloat16, or nothing."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=options.autocast)
+
+
+def under(options: argparse.Namespace, run: Callable[[], Any]) -> Callable[[], Any]:
+    """``run`` under ``precision``."""
+
+    def wrapped() -> Any:
+        with precision(options):
+            return run()
+
+    return wrapped
+
+
 def floors(net: nn.Module, x: Tensor, ks: tuple[int, ...]) -> dict[str, Callable[[], list[Tensor]]]:
     """The bare convolutions at every k, in both memory formats."""
     last = copy.deepcopy(net).to(memory_format=torch.channels_last)
@@ -120,6 +135,7 @@ def arguments(description: str, names: list[str]) -> argparse.Namespace:
     made = parser(description)
     made.add_argument("--net", choices=names, action="append", help="measure only these (default: all)")
     made.add_argument("--compile", action="store_true", help="add torch.compile of SpikingJelly (minutes of compiling)")
+    made.add_argument("--autocast", action="store_true", help="everything under torch.autocast in bfloat16")
     options = parsed(made)
     options.net = options.net or names
     return options
@@ -168,14 +184,18 @@ def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tup
     for name in options.net:
         x, results[name] = measured(name)
         table(f"{name}, input {list(x.shape)}", results[name], console)
-    path = options.out or RESULTS / f"{kind}-cpu-{date.today().isoformat()}.json"
-    console.print(f"Written: {save(path, kind, results, options.rounds)}")
+    words = [kind, "cpu", *(["bfloat16"] if options.autocast else []), *(["kept-memory"] if options.keep_memory else [])]
+    path = options.out or RESULTS / f"{'-'.join(words)}-{date.today().isoformat()}.json"
+    more = {"precision": "bfloat16, by autocast"} if options.autocast else {}
+    console.print(f"Written: {save(path, kind, results, options.rounds, more)}")
 
 
-def save(path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int) -> Path:
-    """All tables with the machine, as JSON beside a PNG of the ratios."""
+def save(
+    path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int, more: dict[str, str] | None = None
+) -> Path:
+    """All tables with the machine, and what ``more`` says of all of them, as JSON beside a PNG of the ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"kind": kind, "rounds": rounds, "machine": machine.describe(), "results": results}
+    content = {"kind": kind, "rounds": rounds, **(more or {}), "machine": machine.describe(), "results": results}
     path.write_text(json.dumps(content, indent=1) + "\n")
     try:
         import matplotlib

@@ -13,7 +13,8 @@ BARE = "bare convolutions"
 def measured(content: dict[str, Any]) -> str:
     """Every configuration of every net: milliseconds, to the best of SpikingJelly, to the convolutions alone, memory."""
     memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
-    text = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}\n"
+    kind = f" Everything in {content['precision']}." if "precision" in content else ""
+    text = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}{kind}\n"
     for net, found in content["results"].items():
         saved = [("saved MB", "saved for backward, MB")] if "saved MB" in found[0] else []
         more = [*saved, ("peak MB", "peak MB")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from typing import Any
 
@@ -15,13 +16,15 @@ from benchmarks import measure, nets
 EAGER, COMPILED = "SpikingJelly eager", "SpikingJelly torch.compile"
 
 
-def step(module: nn.Module, x: Tensor) -> None:
+def step(module: nn.Module, x: Tensor, options: argparse.Namespace) -> None:
     functional.reset_net(module)
     module.zero_grad()
-    module(x).sum().backward()
+    with measure.precision(options):
+        out = module(x)
+    out.sum().backward()
 
 
-def saved_megabytes(module: nn.Module, x: Tensor) -> float:
+def saved_megabytes(module: nn.Module, x: Tensor, options: argparse.Namespace) -> float:
     """What autograd keeps for the backward, parameters and buffers aside."""
     own = {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[tuple[int, Any], int] = {}
@@ -32,7 +35,7 @@ def saved_megabytes(module: nn.Module, x: Tensor) -> float:
         return t
 
     functional.reset_net(module)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with measure.precision(options), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         module(x)
     functional.reset_net(module)
     return sum(kept.values()) / 1e6
@@ -53,14 +56,14 @@ def main() -> None:
             for k in (1, 2, 4):
                 if k <= x.shape[0]:
                     found[f"sj_tac preserve k={k}{suffix}"] = sj_tac.convert(source, "preserve", k, example_input=x[:, :1])
-        runs: dict[str, Any] = {label: lambda m=m, x=x: step(m, x) for label, m in found.items()}
-        for label, bare in measure.floors(net, x, (1, 2, 4)).items():
-            runs[label] = lambda bare=bare: sum(y.sum() for y in bare()).backward()
+        runs: dict[str, Any] = {label: lambda m=m, x=x: step(m, x, options) for label, m in found.items()}
+        floors = {label: measure.under(options, bare) for label, bare in measure.floors(net, x, (1, 2, 4)).items()}
+        runs |= {label: lambda bare=bare: sum(y.sum() for y in bare()).backward() for label, bare in floors.items()}
         seconds = measure.interleaved(runs, options.rounds, name)
         more = {}
         for label, run in runs.items():
             eager = label in found and not label.startswith(COMPILED)
-            saved = round(saved_megabytes(found[label], x)) if eager else None
+            saved = round(saved_megabytes(found[label], x, options)) if eager else None
             more[label] = {"saved MB": saved, "peak MB": measure.peak_megabytes(run)}
         return x, measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], more)
 

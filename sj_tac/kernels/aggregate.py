@@ -39,7 +39,7 @@ def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[floa
 def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
     """The compiled kernel, through the torch operator ``sj_tac::aggregate`` where that has something to do."""
     chosen, group = _flat(frames, weights, tail)
-    wide = frames if frames.dtype is chosen.dtype else frames.to(chosen.dtype)
+    wide = frames.to(chosen.dtype) if frames.dtype is torch.float16 else frames
     if dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen):
         return aggregate_op.aggregate_now(wide, chosen, group).to(frames.dtype)
     return _by_operator(wide, chosen, group).to(frames.dtype)

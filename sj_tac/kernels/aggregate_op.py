@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.checks import check_aggregate, refuse_dtype
-from sj_tac.kernels.cpu.threads import flat, share, vector
+from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last
 
 # Dtypes of frames on each device.
-ON_CPU = (torch.float32, torch.float64)
+ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
 ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,7 +32,9 @@ def _rows(x: Tensor, like: Tensor) -> Any:
 
 
 def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
-    """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T], in float32 or float64.
+    """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T].
+
+    In float32 or float64, or, for x and the sums, in bfloat16 with weights in float32.
 
     Args:
         launcher: what is to launch the CUDA kernel, by its name; "": the first that works. Without meaning on a CPU.
@@ -72,12 +74,14 @@ def aggregate_backward(
     pieces = -(-size // numba_aggregate.PIECE)
     gx = _like(x, frames) if need_x else x.new_empty(0)
     # A weight's gradient is summed piece by piece, so that it does not depend on how many threads share the pieces.
-    partial = x.new_zeros(pieces if need_weights else 0, frames)
+    partial = weights.new_zeros(pieces if need_weights else 0, frames)
     read = numba_aggregate.Frames(_rows(go, x), _rows(x, x), vector(weights, x))
-    written = numba_aggregate.Gradients(_rows(gx, x) if need_x else x.new_empty(frames, 0).numpy(), partial.numpy())
-    share(numba_aggregate.backward, pieces, 2 * x.numel(), read, group, vector(x.new_zeros(1), x)[0], written)
+    written = numba_aggregate.Gradients(
+        _rows(gx, x) if need_x else frames_or_none(None, False, x).reshape(frames, 0), partial.numpy()
+    )
+    share(numba_aggregate.backward, pieces, 2 * x.numel(), read, group, vector(weights.new_zeros(1), x)[0], written)
     RUNS["aggregate", "numba"] += 1
-    return gx, partial.sum(0) if need_weights else x.new_empty(0)
+    return gx, partial.sum(0) if need_weights else weights.new_empty(0)
 
 
 @aggregate_backward.register_fake

@@ -20,7 +20,7 @@ from sj_tac.kernels.reference import accumulation_dtype
 from sj_tac.kernels.spread import gather, spread
 
 # Dtypes of drives on each device.
-ON_CPU = (torch.float32, torch.float64)
+ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
 ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -52,8 +52,8 @@ def fire_now(
     """BN affine -> neuron steps -> pool -> weighted sums; see ``sj_tac.functional.fire`` for what the arguments mean.
 
     Args:
-        y: [G, N, C, H, W], float32 or float64, as all tensors here; residual: [T, N, C, H, W], added step by step, or None;
-            scale, shift: [C]; v0: [N, C, H, W], or None at rest.
+        y: [G, N, C, H, W], float32, float64 or bfloat16, as the output; residual: [T, N, C, H, W] of the same, added step by
+            step, or None; all that follows is in float32 for bfloat16. scale, shift: [C]; v0: [N, C, H, W], or None at rest.
         linear: [G, 2], beta and gamma of the step on each drive, or None where they are the numbers ``decay`` and ``gain``.
         q: sigmoid(w) of a PLIF, 0-dim, without gradient.
         weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
@@ -139,18 +139,18 @@ def fire_backward(
     refuse_dtype("fire_backward", y, ON_CPU)
     check_fire_backward(go, gv, o)
     o = o.counted()
-    gv = empty(y, list(y.shape[1:]), False).zero_() if gv is None else gv
+    gv = empty(y, list(y.shape[1:]), False, accumulation_dtype(y.dtype)).zero_() if gv is None else gv
     if residual is None:
         found = list(kernels.backward(go, gv, o, need_linear))
         found.insert(1, y.new_empty(0))
     else:
         flat = spread(o)
-        g_drives, _, _, gv0, g_linear, g_weights = kernels.backward(go, gv, flat, need_linear)
+        g_drives, _, _, gv0, g_linear, g_weights = kernels.backward(go.to(flat.y.dtype), gv, flat, need_linear)
         by_drive, by_step, *sums, by_linear = gather(g_drives, g_linear, o)
         found = [laid(by_drive, _is_last(o)), laid(by_step, _is_last(o)), *sums, gv0, by_linear, g_weights]
     for place, needed in ((5, need_linear), (6, need_weights)):
         if not needed:
-            found[place] = y.new_empty(0)
+            found[place] = y.new_empty(0, dtype=accumulation_dtype(y.dtype))
     RUNS["fire", "numba"] += 1
     gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = found
     return gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights

@@ -50,7 +50,8 @@ def gather(g_drives: Tensor, g_linear: Tensor, o: Operands) -> list[Tensor]:
     by_drive, by_linear = _sums(g_drives, o.lengths), none if o.linear is None else _sums(g_linear, o.lengths)
     g_residual = g_drives.to(o.residual.dtype)
     if o.scale is None:
-        return [by_drive.clone() if by_drive is g_drives else by_drive, g_residual, none, none.clone(), by_linear.clone()]
+        by_drive = by_drive.to(y.dtype, copy=by_drive is g_drives)
+        return [by_drive, g_residual, none, none.clone(), by_linear.clone()]
     dims = (0, 1, 3, 4)
     g_scale, g_shift = (by_drive * y.to(by_drive.dtype)).sum(dims), by_drive.sum(dims)
     return [(by_drive * o.scale.view(-1, 1, 1)).to(y.dtype), g_residual, g_scale, g_shift, by_linear.clone()]

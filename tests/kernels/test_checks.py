@@ -104,9 +104,11 @@ def test_the_backward_refuses_gradients_that_do_not_fit(which, wrong):
         FIRE_BACKWARD(*pair, *o, True, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_dtype_that_a_kernel_does_not_read(dtype):
-    says = f"got .* of {dtype} .*; it takes one of torch.float32, torch.float64 on cpu"
+def test_a_dtype_that_a_kernel_does_not_read():
+    dtype, says = (
+        torch.float16,
+        "got .* of torch.float16 .*; it takes one of torch.float32, torch.float64, torch.bfloat16 on cpu",
+    )
     with pytest.raises(ValueError, match=f"fire {says}"):
         FIRE(*operands(y=torch.randn(G, N, C, H, W).to(dtype)))
     with pytest.raises(ValueError, match=f"aggregate {says}"):

@@ -1,7 +1,8 @@
 """What the compiled kernels are called with. Numba takes a NamedTuple apart, so that a field costs what an argument does.
 
 All arrays are of one dtype, float32 or float64, and so are the numbers of a neuron: a Python float inside a kernel would
-lift its arithmetic to float64 and out of the vector registers. An array that is not wanted is empty.
+lift its arithmetic to float64 and out of the vector registers. Frames (drives, residual, output and their gradients) may be
+the bits of bfloat16 instead, as int16, with float32 for the rest (see halves.py). An array that is not wanted is empty.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.halves import widened
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
     AS_LIF,
@@ -73,11 +74,11 @@ def _to_spikes(go, start, w, b, n, step, layout, neuron):
     threshold, one, zero = neuron.threshold, neuron.one, neuron.zero
     if not in_windows(layout):
         for i in range(n):
-            b[GS + i] = go[start + np.uintp(i)] * w
+            b[GS + i] = widened(go[start + np.uintp(i)]) * w
             b[FIRED + i] = one if h[t, i] >= threshold else zero
     else:
         for i in range(n):
-            g = go[start + np.uintp(i)] * w
+            g = widened(go[start + np.uintp(i)]) * w
             f0, f1 = h[t, i] >= threshold, h[t, TILE + i] >= threshold
             f2, f3 = h[t, 2 * TILE + i] >= threshold, h[t, 3 * TILE + i] >= threshold
             fired = f0 | f1 | f2 | f3
@@ -124,7 +125,7 @@ def _before(b, n, h, t, neuron):
 def _dot(a, p, b, q, n, zero):
     result = zero
     for i in range(n):
-        result += a[p + i] * b[q + i]
+        result += widened(a[p + i]) * b[q + i]
     return result
 
 
@@ -189,7 +190,7 @@ def backward(begin, end, arriving, slopes, layout, gradients):
     for g in range(lengths.size):
         steps += lengths[g]
     affine, none, sums = (scale, shift), (scale[:0], shift[:0]), (g_scale, g_shift)
-    b, h = np.zeros(REGIONS * SPAN, y.dtype), np.zeros((steps, SPAN), y.dtype)
+    b, h = np.zeros(REGIONS * SPAN, gv.dtype), np.zeros((steps, SPAN), gv.dtype)
     for chunk in range(begin, end):
         limit = min((chunk + 1) * chunk_slots, emitted)
         for tile in range(chunk * chunk_slots, limit, capacity):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.checks import emitted_shape
+from sj_tac.kernels.checks import WIDE, emitted_shape
 from sj_tac.kernels.cpu import (
     backward as tile_backward,
     forward as tile_forward,
@@ -31,7 +31,7 @@ from sj_tac.kernels.cpu.arguments import (
     Slopes,
     Windows,
 )
-from sj_tac.kernels.cpu.threads import flat, share, vector
+from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
 from sj_tac.kernels.layout import empty, is_channels_last
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import in_tiles, overlap
@@ -119,14 +119,25 @@ def _fit(read: Inputs | Arriving, frame: int, channels: int, steps: int) -> None
     assert fits, (frame, channels, steps, {name: np.shape(x) for name, x in read._asdict().items()})
 
 
+def _wide(o: Operands) -> Operands | None:
+    """The call on float32 frames where the kernel that would run it does not read these; None where it does."""
+    if o.y.dtype is WIDE[o.y.dtype] or (in_tiles(o.y, o.pool, o.window) and not overlap(o.pool, o.window)):
+        return None
+    wide = WIDE[o.y.dtype]
+    return o._replace(y=o.y.to(wide), residual=None if o.residual is None else o.residual.to(wide))
+
+
 def forward(o: Operands) -> tuple[Tensor, Tensor]:
     """Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False."""
+    if (wide := _wide(o)) is not None:
+        found, voltages = forward(wide)
+        return found.to(o.y.dtype), voltages
     tiled, sheets = in_tiles(o.y, o.pool, o.window), overlap(o.pool, o.window)
     last = tiled and is_channels_last(o.y)
     if o.residual is not None and (sheets or not tiled):
         o = spread(o)
     y = o.y
-    out, v = empty(y, list(emitted_shape(o)), last), empty(y, list(y.shape[1:]), last)
+    out, v = empty(y, list(emitted_shape(o)), last), empty(y, list(y.shape[1:]), last, WIDE[y.dtype])
     frame, channels, steps = v.numel(), y.shape[2], sum(o.lengths)
     if not frame:
         return out, v
@@ -135,7 +146,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
     ws = vector(o.weights, y)
     if tiled:
         read = Inputs(
-            flat(y, last, y), flat(o.residual, last, y), *affine, flat(o.v0, last, y), *shared, ws, o.group
+            flat(y, last, y), frames_or_none(o.residual, last, y), *affine, flat(o.v0, last, y), *shared, ws, o.group
         )  # fmt: skip
         _fit(read, frame, channels, steps)
         written = Outputs(flat(out, last, y), flat(v, last, y))
@@ -155,11 +166,14 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
 
 def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Tensor, ...]:
     """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
-    y, steps = o.y, sum(o.lengths)
+    if (whole := _wide(o)) is not None:
+        gy, *others = backward(go.to(whole.y.dtype), gv, whole, need_linear)
+        return gy.to(o.y.dtype), *others
+    y, steps, wide = o.y, sum(o.lengths), WIDE[o.y.dtype]
     tiled, sheets = in_tiles(y, o.pool, o.window), overlap(o.pool, o.window)
     last = tiled and is_channels_last(y)
     gy = empty(y, list(y.shape), last)
-    gv0 = y.new_empty(0) if o.v0 is None else empty(y, list(y.shape[1:]), last)
+    gv0 = y.new_empty(0, dtype=wide) if o.v0 is None else empty(y, list(y.shape[1:]), last, wide)
     n, c, height, width = y.shape[1:]
     frame = n * c * height * width
     rows = 2 if o.pool else 1
@@ -169,8 +183,9 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
     chunks = -(-(frame // rows**2) // chunk) if tiled else n * c
     if sheets:
         chunks, layout = _sheets(o, last, min(BACKWARD_BLOCK, max(8, KEPT // (steps * height * width + 1))))
-    sums = y.new_zeros(2, chunks * c if last and not sheets else n * c)
-    g_linear, g_weights = y.new_zeros(chunks, len(o.lengths), 2), y.new_zeros(chunks, 0 if o.weights is None else steps)
+    sums = y.new_zeros(2, chunks * c if last and not sheets else n * c, dtype=wide)
+    g_linear = y.new_zeros(chunks, len(o.lengths), 2, dtype=wide)
+    g_weights = y.new_zeros(chunks, 0 if o.weights is None else steps, dtype=wide)
     partial = (sums[0].numpy(), sums[1].numpy(), g_linear.numpy(), g_weights.numpy(), need_linear)
     affine, shared = (vector(o.scale, y), vector(o.shift, y)), (_steps_of(tuple(o.lengths)), _linear(o))
     ws, slopes = vector(o.weights, y), _slopes(o)
@@ -196,7 +211,7 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
         pool = _pool(o, go.shape[4], type(slopes.one))
         share(plane_kernels.backward, chunks, 3 * frame * steps, read, slopes, pool, written)
     by_channel = sums.view(2, -1, c).sum(1) if c else sums
-    none = y.new_empty(0)
+    none = y.new_empty(0, dtype=wide)
     return (
         gy,
         none if o.scale is None else by_channel[0].clone(),

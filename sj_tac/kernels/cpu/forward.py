@@ -87,7 +87,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
     y, residual, scale, shift, v0, lengths, linear, weights, group = inputs
     out, v_out = outputs
     rest, one, zero = neuron.rest, neuron.one, neuron.zero
-    b = np.empty(4 * 4 * TILE, y.dtype)
+    b = np.empty(4 * 4 * TILE, v_out.dtype)
     capacity = TILE if in_windows(layout) else 4 * TILE
     size = v_out.size
     emitted = size // 4 if in_windows(layout) else size

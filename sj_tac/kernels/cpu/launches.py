@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.backends import NUMBA
-from sj_tac.kernels.checks import check_fire, emitted_shape
+from sj_tac.kernels.checks import WIDE, check_fire, emitted_shape
 from sj_tac.kernels.cpu import fire, forward as kernel
 from sj_tac.kernels.cpu.arguments import Inputs, Outputs
-from sj_tac.kernels.cpu.threads import ALONE, flat, share, vector
+from sj_tac.kernels.cpu.threads import ALONE, flat, frames_or_none, share, vector
 from sj_tac.kernels.layout import RUNS, is_channels_last
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import in_tiles, overlap
@@ -34,8 +34,8 @@ class Launch:
 
     # fmt: off
     __slots__ = (
-        "added", "affine", "dense", "frame", "last", "layout", "neuron", "none", "out", "rest", "shape", "size", "units",
-        "v", "work",
+        "added", "affine", "dense", "frame", "last", "layout", "neuron", "no_frames", "none", "out", "rest", "shape", "size",
+        "units", "v", "work",
     )
     # fmt: on
 
@@ -46,10 +46,10 @@ class Launch:
             raise ValueError("a launch is made for drives that the tile kernels run")
         y = o.y
         self.last = is_channels_last(y)
-        self.dense = y.is_contiguous()
+        self.dense = y.is_contiguous() and y.dtype is not torch.bfloat16
         self.shape = emitted_shape(o)
         self.out, self.v = self._lying(self.shape), self._lying(tuple(y.shape[1:]))
-        self.none = vector(None, y)
+        self.none, self.no_frames = vector(None, y), frames_or_none(None, self.last, y)
         self.neuron, self.layout = fire._neuron_of(o), fire._tiles(o, self.last)
         steps = fire._steps_of(tuple(o.lengths))
         # In the order of Inputs, behind the voltages.
@@ -74,20 +74,27 @@ class Launch:
     ) -> tuple[Tensor, Tensor]:
         """Output and last voltages, as ``fire`` gives them; ``affine``: scale and shift; weights and w are not read."""
         dtype = y.dtype
+        wide = WIDE[dtype]
         out = torch.empty(self.out, dtype=dtype, device="cpu")
-        v = torch.empty(self.v, dtype=dtype, device="cpu")
+        v = torch.empty(self.v, dtype=wide, device="cpu")
         none, (scale, shift) = self.none, affine
         drives = y.numpy().reshape(-1) if self.dense else flat(y, self.last, y)
-        added = none if residual is None else flat(residual, self.last, y)
+        added = self.no_frames if residual is None else flat(residual, self.last, y)
         voltages = none if v0 is None else flat(v0, self.last, y)
-        scales = none if scale is None else scale.numpy() if scale.is_contiguous() else vector(scale, y)
-        shifts = none if shift is None else shift.numpy() if shift.is_contiguous() else vector(shift, y)
+        if scale is None or shift is None:
+            scales = shifts = none
+        elif scale.dtype is shift.dtype is wide and scale.is_contiguous() and shift.is_contiguous():
+            # ``vector`` without its call, which counts here.
+            scales, shifts = scale.numpy(), shift.numpy()
+        else:
+            scales, shifts = vector(scale, y), vector(shift, y)
         # The kernel reads without looking.
         assert (drives.size, added.size, scales.size, shifts.size) == (self.size, self.added, self.affine, self.affine)
         assert v0 is None or voltages.size == self.frame
         # Past NamedTuple's own function.
         read = tuple.__new__(Inputs, (drives, added, scales, shifts, voltages, *self.rest))
-        written = tuple.__new__(Outputs, (out.numpy().reshape(-1), v.numpy().reshape(-1)))
+        put_out = (out.view(torch.int16) if dtype is torch.bfloat16 else out).numpy().reshape(-1)
+        written = tuple.__new__(Outputs, (put_out, v.numpy().reshape(-1)))
         if self.work < ALONE:
             kernel.forward.serial(0, self.units, read, self.neuron, self.layout, written)
         else:

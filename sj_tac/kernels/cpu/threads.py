@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sj_tac.kernels.checks import WIDE
+
 # For callers that look for it here.
 from sj_tac.kernels.layout import RUNS as RUNS
 
@@ -63,27 +65,38 @@ def share(kernel: Kernel, units: int, work: int, *operands: Any) -> None:
 
 
 def flat(x: Tensor | None, last: bool, like: Tensor) -> np.ndarray:
-    """The numbers of frames as they lie in memory, in channels_last or contiguous; a copy where they lie otherwise."""
+    """The numbers of frames as they lie in memory, in channels_last or contiguous; a copy where they lie otherwise.
+
+    The bits of bfloat16 as int16. None: as ``vector``.
+    """
     if x is None:
         return vector(None, like)
     x = x.detach() if x.requires_grad else x
-    array: np.ndarray = (x.movedim(-3, -1) if last else x).contiguous().numpy().reshape(-1)
+    lying = (x.movedim(-3, -1) if last else x).contiguous()
+    array: np.ndarray = (lying.view(torch.int16) if lying.dtype is torch.bfloat16 else lying).numpy().reshape(-1)
     return array
 
 
-# Stands for "none" in a kernel's arguments, by dtype.
-_NONE: dict[torch.dtype, np.ndarray[Any, Any]] = {
+# Stand for "none" in a kernel's arguments, by the dtype of its frames: for frames, and for other numbers.
+_NO_FRAMES: dict[torch.dtype, np.ndarray[Any, Any]] = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
+    torch.bfloat16: np.empty(0, np.int16),
 }
+_NONE = _NO_FRAMES | {torch.bfloat16: np.empty(0, np.float32)}
+
+
+def frames_or_none(x: Tensor | None, last: bool, like: Tensor) -> np.ndarray:
+    """``flat`` of frames of the dtype of ``like``; None: an empty array of that dtype, so that nothing is compiled anew."""
+    return _NO_FRAMES[like.dtype] if x is None else flat(x, last, like)
 
 
 def vector(x: Tensor | None, like: Tensor) -> np.ndarray:
-    """The numbers of a small tensor in the dtype of ``like``; none for None."""
+    """The numbers of a small tensor in the dtype that goes with frames ``like``; none for None."""
     if x is None:
         return _NONE[like.dtype]
     # Each call of torch's counts here: small maps cost little more than the way to their kernel.
     x = x.detach() if x.requires_grad else x
-    x = x if x.dtype is like.dtype else x.to(like.dtype)
+    x = x if x.dtype is WIDE[like.dtype] else x.to(WIDE[like.dtype])
     array: np.ndarray = x.contiguous().numpy()
     return array

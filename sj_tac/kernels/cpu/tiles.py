@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.arguments import Neurons
+from sj_tac.kernels.cpu.halves import narrowed, widened
 from sj_tac.kernels.cpu.steps import lean
 
 # Slots of a tile of windows, whose four corners have a piece of the buffer each; a tile of neurons has four times as many.
@@ -64,9 +65,9 @@ def following(i, runs, line, channel, channels):
 # Unsigned positions need no check for negative ones, which would keep the loops from being vectorised.
 @lean()
 def copy(source, start, out, at, n):
-    """``n`` numbers that lie side by side."""
+    """``n`` numbers that lie side by side, from or to bfloat16 where an array is of that."""
     for j in range(n):
-        out[at + j] = source[start + j]
+        out[at + j] = narrowed(widened(source[start + j]), out)
 
 
 @lean()
@@ -77,11 +78,11 @@ def _read(source, start, out, at, n, affine, channel, last):
         copy(source, start, out, at, n)
     elif last:
         for j in range(n):
-            out[at + j] = source[start + j] * scale[channel + j] + shift[channel + j]
+            out[at + j] = widened(source[start + j]) * scale[channel + j] + shift[channel + j]
     else:
         factor, offset = scale[channel], shift[channel]
         for j in range(n):
-            out[at + j] = source[start + j] * factor + offset
+            out[at + j] = widened(source[start + j]) * factor + offset
 
 
 @lean()
@@ -90,20 +91,20 @@ def _read_pairs(source, start, out, at, right, n, affine, channel):
     scale, shift = affine
     if scale.size == 0:
         for j in range(n):
-            out[at + j] = source[start + j + j]
-            out[right + j] = source[start + j + j + np.uintp(1)]
+            out[at + j] = widened(source[start + j + j])
+            out[right + j] = widened(source[start + j + j + np.uintp(1)])
     else:
         factor, offset = scale[channel], shift[channel]
         for j in range(n):
-            out[at + j] = source[start + j + j] * factor + offset
-            out[right + j] = source[start + j + j + np.uintp(1)] * factor + offset
+            out[at + j] = widened(source[start + j + j]) * factor + offset
+            out[right + j] = widened(source[start + j + j + np.uintp(1)]) * factor + offset
 
 
 @lean()
 def _write_pairs(source, at, right, out, start, n):
     for j in range(n):
-        out[start + j + j] = source[at + j]
-        out[start + j + j + np.uintp(1)] = source[right + j]
+        out[start + j + j] = narrowed(source[at + j], out)
+        out[start + j + j + np.uintp(1)] = narrowed(source[right + j], out)
 
 
 @lean()

@@ -1,0 +1,75 @@
+"""bfloat16 as the CPU kernels read and write it: every number, and every way of rounding, as torch's."""
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from sj_tac.kernels.cpu.halves import narrowed, widened
+
+
+@njit
+def widen(bits, out):
+    for i in range(bits.size):
+        out[i] = widened(bits[i])
+
+
+@njit
+def narrow(numbers, out):
+    for i in range(numbers.size):
+        out[i] = narrowed(numbers[i], out)
+
+
+def bits_of(numbers):
+    return numbers.bfloat16().view(torch.int16).numpy()
+
+
+# Every bfloat16, and behind each the float32 around which rounding decides: just above it, below, at and above the tie.
+EVERY = torch.arange(-(2**15), 2**15).to(torch.int16)
+EDGES = (
+    EVERY.to(torch.int32)[:, None] * 2**16 + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+).flatten()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_every_number_is_widened_to_itself(compiled):
+    bits = EVERY.numpy()
+    found = np.empty(bits.size, np.float32)
+    if compiled:
+        widen(bits, found)
+    else:
+        found[:] = [widened(b) for b in bits]
+    expected = EVERY.view(torch.bfloat16).float()
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_numbers_are_rounded_as_torch_rounds(compiled):
+    numbers = EDGES.view(torch.float32)
+    numbers = numbers[~numbers.isnan()]
+    numbers = numbers if compiled else numbers[::223]
+    found = np.empty(numbers.numel(), np.int16)
+    if compiled:
+        narrow(numbers.numpy(), found)
+    else:
+        found[:] = [narrowed(x, found) for x in numbers.numpy()]
+    assert (found == bits_of(numbers)).all(), numbers[found != bits_of(numbers)][:5]
+
+
+def test_what_is_no_number_stays_none():
+    """Whichever of its many bit patterns: rounding the bits alone could make infinity, or a negative number, of some."""
+    numbers = EDGES.view(torch.float32)
+    numbers = numbers[numbers.isnan()].numpy()
+    found = np.empty(numbers.size, np.int16)
+    narrow(numbers, found)
+    assert torch.from_numpy(found).view(torch.bfloat16).isnan().all()
+
+
+def test_other_dtypes_are_left_alone():
+    for dtype in (np.float32, np.float64):
+        numbers, out = np.array([0.1, -3.0, np.inf], dtype), np.empty(3, dtype)
+        widen(numbers, out)
+        assert (out == numbers).all()
+        narrow(numbers, out)
+        assert (out == numbers).all()
+        assert narrowed(widened(numbers[0]), out) == numbers[0]
