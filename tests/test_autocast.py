@@ -1,0 +1,107 @@
+"""Converted nets under autocast in bfloat16: the compiled kernels against the definition in plain PyTorch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional, layer
+from support import awake, conv, csnn, frames, node, norm
+from torch import nn
+
+import sj_tac
+
+
+class Residual(nn.Module):
+    """A sum before a neuron, an overlapping MaxPool and an AvgPool, with bfloat16 in all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(conv(2, 4), norm(4), node("lif"), layer.MaxPool2d(3, 2, 1, step_mode="m"))
+        self.first = nn.Sequential(conv(4, 4), norm(4), node("plif"))
+        self.second = nn.Sequential(conv(4, 4), norm(4))
+        self.out = nn.Sequential(node("if"), layer.AvgPool2d(2, step_mode="m"), layer.Flatten(step_mode="m"))
+        self.head = nn.Sequential(layer.Linear(4 * 4, 3, step_mode="m"), node("lif"))
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.out(self.second(self.first(x)) + x))
+
+
+def residual():
+    torch.manual_seed(1)
+    return awake(Residual().eval(), frames(6, 2, 2, 8, 8))
+
+
+def run(net, x):
+    """Outputs, voltages, and gradients to the input and all parameters."""
+    functional.reset_net(net)
+    net.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(x)
+    out.float().square().sum().backward()
+    voltages = [m.v for m in net.modules() if hasattr(m, "surrogate_function")]
+    return out, voltages, [x.grad, *(p.grad for p in net.parameters())]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("policy", [("preserve", 1), ("preserve", 2), ("preserve", 4), ("collapse", 3)])
+@pytest.mark.parametrize("make", [csnn, residual])
+def test_the_kernels_are_their_definition(make, policy, last):
+    source, x = make(), frames(6, 2, 2, 8, 8)
+    source = source.to(memory_format=torch.channels_last) if last else source
+    kernels, definition = (sj_tac.convert(source, *policy, backend=b) for b in ("numba", "reference"))
+    (out, voltages, gradients), (expected, rest, wanted) = run(kernels, x), run(definition, x)
+    assert 0 < expected.float().mean() < 1
+    assert out.dtype == expected.dtype
+    assert torch.equal(out, expected)
+    assert all(torch.equal(v, w) for v, w in zip(voltages, rest, strict=True))
+    assert all(v.dtype == torch.float32 for v in voltages if v.dim() > 2)
+    for found, other in zip(gradients, wanted, strict=True):
+        assert found.dtype == other.dtype
+        # Each gradient to drives is rounded to bfloat16, whose last bit may turn with the order of a sum.
+        assert (found - other).norm() <= 0.01 * other.norm()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        functional.reset_net(kernels)
+        assert torch.equal(kernels(x), out)
+
+
+def test_a_layer_is_written_out_by_hand():
+    """The convolution in bfloat16, of the mean of two frames; everything behind it in float32."""
+    chain = nn.Sequential(conv(2, 8, bias=False), norm(8), node("lif"), layer.MaxPool2d(2, step_mode="m")).eval()
+    x = frames(8, 3, 2, 12, 12)
+    chain = awake(chain, x)
+    fast = sj_tac.convert(chain, {"default": {"k": 2, "weights": "uniform"}}, backend="numba")
+    means = (x[0::2] + x[1::2]) / 2
+    bn, lif = chain[1], chain[2]
+    v, steps = torch.zeros(3, 8, 12, 12), []
+    for mean in means:
+        y = F.conv2d(mean.bfloat16(), chain[0].weight.bfloat16(), padding=1).float()
+        drive = F.batch_norm(y, bn.running_mean, bn.running_var, bn.weight, bn.bias, eps=bn.eps)
+        for _ in range(2):
+            v = v + (drive - v) / 2
+            spike = (v >= lif.v_threshold).float()
+            v = v * (1 - spike)
+            steps.append(F.max_pool2d(spike, 2))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = fast(x)
+    assert out.dtype == torch.bfloat16
+    assert 0.05 < out.float().mean() < 0.95
+    # Torch's BatchNorm rounds otherwise than one multiplication and one sum.
+    assert (out.float() != torch.stack(steps)).float().mean() < 1e-3
+
+
+def test_what_autograd_keeps_is_half():
+    """No float32 copies of the drives."""
+    chain = nn.Sequential(conv(2, 8), norm(8), node("lif"), conv(8, 8), norm(8), node("lif")).eval()
+    net, x = sj_tac.convert(awake(chain, frames(8, 2, 2, 16, 16)), "preserve", 2), frames(8, 2, 2, 16, 16)
+    kept = set()
+
+    def keep(t):
+        if t.shape[-3:] == (8, 16, 16):
+            kept.add(t.dtype)
+        return t
+
+    functional.reset_net(net)
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        net(x)
+    assert kept == {torch.bfloat16}
