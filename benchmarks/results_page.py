@@ -34,11 +34,13 @@ def study(content: dict[str, Any]) -> str:
         )  # fmt: skip
     head = ["net", "", "accuracy %", "to baseline", "agreement %", "convolutions", "training s"]
     fused = " Baselines trained fused, at k=1." if content.get("fused_baseline") else ""
+    tuned = f"; fine-tuning: {protocol['tune_epochs']} more at {protocol['tune_rate']:g}" if protocol["tune_epochs"] else ""
+    seeds = ", ".join(map(str, content["seeds"]))
+    runs = f"Mean ± standard deviation over seeds {seeds}." if len(content["seeds"]) > 1 else f"One run, of seed {seeds}."
     about = (
         f"{content['title']}, {protocol['name']}: {content['train']} training and {content['test']} test samples, "
-        f"{recipe['epochs']} epochs in batches of {recipe['batch']}, Adam {recipe['rate']:g}; fine-tuning: "
-        f"{protocol['tune_epochs']} more at {protocol['tune_rate']:g}. Mean ± standard deviation over seeds "
-        f"{', '.join(map(str, content['seeds']))}.{fused} {_where(content['machine'])}.\n\n"
+        f"{recipe['epochs']} epochs in batches of {recipe['batch']}, Adam {recipe['rate']:g}{tuned}. "
+        f"{runs}{fused} {_where(content['machine'])}.\n\n"
     )
     return about + _rows(head, rows)
 

@@ -48,4 +48,13 @@ def compared(content: dict[str, Any]) -> str:
     return about + rows([*head, *(f"collapse k={k}" for k in ks if k > 1)], lines)
 
 
-TABLES = {"measured": measured, "compared": compared}
+def steps(content: dict[str, Any]) -> str:
+    """A training step of one net in several ways, with SpikingJelly's as the measure."""
+    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
+    (found,) = content["results"].values()
+    lines = [[row["name"], f"{row['ms']:.1f}", f"{row['to_best']:.2f}x"] for row in found]
+    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}\n\n"
+    return about + rows(["", "ms", "to SpikingJelly"], lines)
+
+
+TABLES = {"measured": measured, "compared": compared, "steps": steps}
