@@ -126,7 +126,14 @@ class Workers:
         return cls(dist.get_rank(), count, torch.device(wanted))
 
     def leave(self) -> None:
+        """The end of what the processes do together; of one alone, nothing.
+
+        Gloo's threads still hold the last tensors, and need Python's lock to let go of them: a process that ends before they
+        had it aborts. They get it while this one waits.
+        """
         if self.count > 1:
+            dist.barrier()
+            time.sleep(0.2)
             dist.destroy_process_group()
 
     def sum(self, value: Tensor) -> Tensor:
