@@ -31,6 +31,5 @@ def overlap(pool: int, window: Sequence[int]) -> bool:
 
 
 def in_tiles(y: Tensor, pool: int, window: Sequence[int]) -> bool:
-    """Whether kernels of both memory formats run this: no pool, MaxPool of 2x2 windows that tile the map, or ``overlap``."""
-    even = y.shape[3] % 2 == 0 and y.shape[4] % 2 == 0
-    return not pool or (pool == MAX_POOL and tuple(window) == (2, 2, 2, 2, 0, 0) and even) or overlap(pool, window)
+    """Whether kernels of both memory formats run this: no pool, MaxPool of 2x2 windows side by side, or ``overlap``."""
+    return not pool or (pool == MAX_POOL and tuple(window) == (2, 2, 2, 2, 0, 0)) or overlap(pool, window)

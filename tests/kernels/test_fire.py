@@ -70,7 +70,12 @@ def test_maps_too_large_to_be_kept_are_taken_in_fewer_channels(monkeypatch):
     assert torch.equal(got[0], expected[0])
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40, 4, 4)])
+MANY = [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40, 4, 4)]
+# Of odd height, odd width and both: the last row or column has a neuron in no window of a 2x2 pool.
+ODD = [(2, 3, 35, 37), (3, 20, 17, 16), (3, 300, 2, 5), (3, 300, 3, 3), (2, 1, 3, 701), (2, 40, 4, 5)]
+
+
+@pytest.mark.parametrize("shape", MANY + ODD)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("pool", POOLS[:3])
 @pytest.mark.parametrize("residual", [False, True])

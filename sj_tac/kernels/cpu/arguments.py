@@ -95,22 +95,36 @@ class Slopes(NamedTuple):
 
 
 class Neurons(NamedTuple):
-    """Tiles whose slots are neurons: channels_last or contiguous; width, channels and pixels of a frame."""
+    """Tiles whose slots are neurons: channels_last or contiguous; size of a map, and how many of them a sample has."""
 
     last: bool
+    height: int
     width: int
     channels: int
-    pixels: int
 
 
 class Windows(NamedTuple):
     """Tiles whose slots are windows of 2x2 neurons. The field more than in ``Neurons`` is what a kernel knows them by."""
 
     last: bool
+    height: int
     width: int
     channels: int
-    pixels: int
     corners: int = 4
+
+
+class OddWindows(NamedTuple):
+    """Windows on a map of odd height or width, as if it were one larger. Known by its field more than in ``Windows``.
+
+    The windows at its lower and right edge have two neurons, or one, and put nothing out: the pool has none there.
+    """
+
+    last: bool
+    height: int
+    width: int
+    channels: int
+    corners: int = 4
+    odd: bool = True
 
 
 class Sheets(NamedTuple):

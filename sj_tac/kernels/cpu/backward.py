@@ -27,7 +27,19 @@ from sj_tac.kernels.cpu.steps import (
     lean,
 )
 from sj_tac.kernels.cpu.surrogate import derivative
-from sj_tac.kernels.cpu.tiles import TILE, following, geometry, in_windows, load, locate, store
+from sj_tac.kernels.cpu.tiles import (
+    TILE,
+    counts,
+    following,
+    geometry,
+    in_windows,
+    is_odd,
+    load,
+    locate,
+    of_odd_maps,
+    put_out,
+    store,
+)
 
 # Where what lies in the buffer, four corners each.
 SPAN = 4 * TILE
@@ -87,6 +99,21 @@ def _to_spikes(go, start, w, b, n, step, layout, neuron):
             b[GS + 2 * TILE + i] = g if f2 & (not (f0 | f1)) else zero
             b[GS + 3 * TILE + i] = g if f3 & (not (f0 | f1 | f2)) else zero
             b[FIRED + i] = one if fired else zero
+
+
+@of_odd_maps
+def _to_spikes_of_odd(go, places, w, b, n, step, neuron, layout):
+    """``_to_spikes`` from SG, to which the gradients of the windows that an odd map has are brought: 0 for the others.
+
+    Args:
+        places: where the first of these gradients lies, and the slots that they are for.
+    """
+    first, slots = places
+    for i in range(n):
+        b[SG + i] = neuron.zero
+    for j in range(slots.size):
+        b[np.uintp(SG + slots[j])] = widened(go[np.uintp(first + j)])
+    _to_spikes(b, np.uintp(SG), w, b, n, step, layout, neuron)
 
 
 @lean()
@@ -177,22 +204,23 @@ def backward(begin, end, arriving, slopes, layout, gradients):
     Args:
         begin, end: chunks of ``gradients.chunk`` slots. Every sum is taken chunk by chunk, so that it does not depend on how
             many threads share them.
-        arriving, slopes, gradients: Arriving, Slopes and Gradients; layout: Neurons or Windows (see arguments.py).
+        arriving, slopes, gradients: Arriving, Slopes and Gradients; layout: Neurons, Windows or
+            OddWindows (see arguments.py).
     """
     go, gv, y, scale, shift, v0, lengths, linear, weights, group = arriving
     gy, gv0, g_scale, g_shift, g_linear, g_weights, need_linear, chunk_slots = gradients
     rest, one, zero = slopes.rest, slopes.one, slopes.zero
     size = gy.size // lengths.size
-    emitted = size // 4 if in_windows(layout) else size
+    total, emitted = counts(size, layout)
     corners = 4 if in_windows(layout) else 1
     capacity = TILE * 4 // corners
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
     affine, none, sums = (scale, shift), (scale[:0], shift[:0]), (g_scale, g_shift)
-    b, h = np.zeros(REGIONS * SPAN, gv.dtype), np.zeros((steps, SPAN), gv.dtype)
+    b, h, slots = np.zeros(REGIONS * SPAN, gv.dtype), np.zeros((steps, SPAN), gv.dtype), np.empty(TILE, np.intp)
     for chunk in range(begin, end):
-        limit = min((chunk + 1) * chunk_slots, emitted)
+        limit = min((chunk + 1) * chunk_slots, total)
         for tile in range(chunk * chunk_slots, limit, capacity):
             stop = min(tile + capacity, limit)
             n = stop - tile
@@ -200,6 +228,7 @@ def backward(begin, end, arriving, slopes, layout, gradients):
             full = (corners - 1) * TILE + n
             if n < capacity:
                 b[:] = zero
+            whole, first = put_out(tile, stop, slots, layout) if is_odd(layout) else (0, 0)
             b[V : V + SPAN] = rest
             # One call in a loop instead of two: the compiler copies `load` into every place that calls it.
             for which in range(2):
@@ -226,10 +255,16 @@ def backward(begin, end, arriving, slopes, layout, gradients):
                 for _ in range(lengths[g]):
                     t -= 1
                     w = weights[t] if weights.size else one
-                    start = np.uintp(t // group * emitted + tile)
-                    _to_spikes(go, start, w, b, n, (h, t), layout, slopes)
-                    if weights.size:
-                        g_weights[chunk, t] += _dot(go, start, b, np.uintp(FIRED), np.uintp(n), zero)
+                    frame = t // group * emitted
+                    if is_odd(layout):
+                        _to_spikes_of_odd(go, (frame + first, slots[:whole]), w, b, n, (h, t), slopes, layout)
+                        if weights.size:
+                            g_weights[chunk, t] += _dot(b, np.uintp(SG), b, np.uintp(FIRED), np.uintp(n), zero)
+                    else:
+                        start = np.uintp(frame + tile)
+                        _to_spikes(go, start, w, b, n, (h, t), layout, slopes)
+                        if weights.size:
+                            g_weights[chunk, t] += _dot(go, start, b, np.uintp(FIRED), np.uintp(n), zero)
                     derivative(h, t, b, np.uintp(SG), np.uintp(full), slopes)
                     _through_reset(b, full, h, t, slopes)
                     if need_linear:

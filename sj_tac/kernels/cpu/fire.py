@@ -25,6 +25,7 @@ from sj_tac.kernels.cpu.arguments import (
     Inputs,
     Neuron,
     Neurons,
+    OddWindows,
     Outputs,
     Pool,
     Sheets,
@@ -88,9 +89,13 @@ def _planes(x: Tensor | None, planes: int, like: Tensor) -> np.ndarray:
     return array
 
 
-def _tiles(o: Operands, last: bool) -> Neurons | Windows:
-    _, c, height, width = o.y.shape[1:]
-    return (Windows if o.pool else Neurons)(last, width, c, height * width)
+def _tiles(o: Operands, last: bool) -> tuple[int, Neurons | Windows | OddWindows]:
+    """How many slots a frame has, and how they lie."""
+    _, n, c, height, width = o.y.shape
+    if not o.pool:
+        return n * c * height * width, Neurons(last, height, width, c)
+    slots = n * c * -(-height // 2) * -(-width // 2)
+    return slots, (OddWindows if height % 2 or width % 2 else Windows)(last, height, width, c)
 
 
 def _sheets(o: Operands, last: bool, most: int) -> tuple[int, Sheets]:
@@ -151,10 +156,11 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
         _fit(read, frame, channels, steps)
         written = Outputs(flat(out, last, y), flat(v, last, y))
     if sheets:
-        units, layout = _sheets(o, last, BLOCK)
-        share(sheet_forward.forward, units, frame * steps, read, neuron, layout, written)
+        units, sheet = _sheets(o, last, BLOCK)
+        share(sheet_forward.forward, units, frame * steps, read, neuron, sheet, written)
     elif tiled:
-        share(tile_forward.forward, out.numel() // out.shape[0], frame * steps, read, neuron, _tiles(o, last), written)
+        units, tile = _tiles(o, last)
+        share(tile_forward.forward, units, frame * steps, read, neuron, tile, written)
     else:
         planes = y.shape[1] * channels
         read = Inputs(_planes(y, planes, y), vector(None, y), *affine, _planes(o.v0, planes, y), *shared, ws, o.group)
@@ -176,13 +182,14 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
     gv0 = y.new_empty(0, dtype=wide) if o.v0 is None else empty(y, list(y.shape[1:]), last, wide)
     n, c, height, width = y.shape[1:]
     frame = n * c * height * width
-    rows = 2 if o.pool else 1
+    slots, tile = _tiles(o, last)
     # A chunk is whole planes, or whole rows (of windows) of a sample: sums are taken chunk by chunk.
-    block = max(1, width // rows * c if last else width * height // rows**2)
+    at_once = 2 if o.pool else 1
+    block = max(1, -(-width // at_once) * (c if last else -(-height // at_once)))
     chunk = block * max(1, 256 // block)
-    chunks = -(-(frame // rows**2) // chunk) if tiled else n * c
+    chunks = -(-slots // chunk) if tiled else n * c
     if sheets:
-        chunks, layout = _sheets(o, last, min(BACKWARD_BLOCK, max(8, KEPT // (steps * height * width + 1))))
+        chunks, sheet = _sheets(o, last, min(BACKWARD_BLOCK, max(8, KEPT // (steps * height * width + 1))))
     sums = y.new_zeros(2, chunks * c if last and not sheets else n * c, dtype=wide)
     g_linear = y.new_zeros(chunks, len(o.lengths), 2, dtype=wide)
     g_weights = y.new_zeros(chunks, 0 if o.weights is None else steps, dtype=wide)
@@ -198,9 +205,9 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
         _fit(read, frame, c, steps)
         written = Gradients(flat(gy, last, y), vector(None, y) if o.v0 is None else flat(gv0, last, y), *partial, chunk)
         if sheets:
-            share(sheet_backward.backward, chunks, 3 * frame * steps, read, slopes, layout, written)
+            share(sheet_backward.backward, chunks, 3 * frame * steps, read, slopes, sheet, written)
         else:
-            share(tile_backward.backward, chunks, 3 * frame * steps, read, slopes, _tiles(o, last), written)
+            share(tile_backward.backward, chunks, 3 * frame * steps, read, slopes, tile, written)
     else:
         read = Arriving(
             _planes(go, chunks, y), _planes(gv, chunks, y), _planes(y, chunks, y), *affine, _planes(o.v0, chunks, y),

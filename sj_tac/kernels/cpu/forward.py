@@ -1,4 +1,4 @@
-"""``fire`` forward by tiles, compiled by Numba: no pool, or MaxPool of 2x2 windows that tile the map; both layouts.
+"""``fire`` forward by tiles, compiled by Numba: no pool, or MaxPool of 2x2 windows; both layouts.
 
 The voltages of a tile stay in the first-level cache while all of its steps run, and a step is one pass over it: charge,
 fire, reset, pool and weighted sum. What is written to memory is the output alone.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.halves import narrowed
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
     AS_LIF,
@@ -26,7 +27,7 @@ from sj_tac.kernels.cpu.steps import (
     charged,
     lean,
 )
-from sj_tac.kernels.cpu.tiles import TILE, copy, in_windows, load, store
+from sj_tac.kernels.cpu.tiles import TILE, copy, counts, in_windows, is_odd, load, put_out, store
 
 # Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
 # Constants, so that the compiler knows that they do not overlap.
@@ -82,15 +83,16 @@ def forward(begin, end, inputs, neuron, layout, outputs):
 
     Args:
         begin, end: slots; threads share them (see threads.py), since each is computed alone.
-        inputs, neuron, outputs: Inputs, Neuron and Outputs; layout: Neurons or Windows (see arguments.py).
+        inputs, neuron, outputs: Inputs, Neuron and Outputs; layout: Neurons, Windows or
+            OddWindows (see arguments.py).
     """
     y, residual, scale, shift, v0, lengths, linear, weights, group = inputs
     out, v_out = outputs
     rest, one, zero = neuron.rest, neuron.one, neuron.zero
-    b = np.empty(4 * 4 * TILE, v_out.dtype)
+    b, slots = np.empty(4 * 4 * TILE, v_out.dtype), np.empty(TILE, np.intp)
     capacity = TILE if in_windows(layout) else 4 * TILE
     size = v_out.size
-    emitted = size // 4 if in_windows(layout) else size
+    _, emitted = counts(size, layout)
     affine, none = (scale, shift), (scale[:0], shift[:0])
     steps = 0
     for g in range(lengths.size):
@@ -98,6 +100,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
     for start in range(begin, end, capacity):
         stop = min(start + capacity, end)
         n = stop - start
+        whole, first = put_out(start, stop, slots, layout) if is_odd(layout) else (0, 0)
         if v0.size:
             load(v0, FIRST, start, stop, b, V, none, layout)
         else:
@@ -117,5 +120,10 @@ def forward(begin, end, inputs, neuron, layout, outputs):
                 _steps(b, n, layout, neuron, linear[g, 0], linear[g, 1], w)
                 t += 1
                 if t % group == 0 or t == steps:
-                    copy(b, np.uintp(SUM), out, np.uintp((t - 1) // group * emitted + start), np.uintp(n))
+                    frame = (t - 1) // group * emitted
+                    if is_odd(layout):
+                        for j in range(whole):
+                            out[np.uintp(frame + first + j)] = narrowed(b[np.uintp(SUM + slots[j])], out)
+                    else:
+                        copy(b, np.uintp(SUM), out, np.uintp(frame + start), np.uintp(n))
         store(b, V, v_out, FIRST, start, stop, layout)

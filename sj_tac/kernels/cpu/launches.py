@@ -6,8 +6,6 @@ and which kernel it is. A launch knows all that; whoever keeps one must ask for 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -50,13 +48,13 @@ class Launch:
         self.shape = emitted_shape(o)
         self.out, self.v = self._lying(self.shape), self._lying(tuple(y.shape[1:]))
         self.none, self.no_frames = vector(None, y), frames_or_none(None, self.last, y)
-        self.neuron, self.layout = fire._neuron_of(o), fire._tiles(o, self.last)
+        self.neuron = fire._neuron_of(o)
+        self.units, self.layout = fire._tiles(o, self.last)
         steps = fire._steps_of(tuple(o.lengths))
         # In the order of Inputs, behind the voltages.
         self.rest = (steps, fire._linear(o).copy(), vector(o.weights, y).copy(), o.group)
         self.size, self.frame = y.numel(), y[0].numel()
         self.affine = 0 if o.scale is None else y.shape[2]
-        self.units = math.prod(self.out[1:])
         self.work = self.frame * sum(o.lengths)
         self.added = 0 if o.residual is None else self.work
 
