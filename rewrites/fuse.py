@@ -15,6 +15,7 @@ from rewrites.rates import DrivePlace, Layout
 from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.kernels import backends, fire as kernels
+from sj_tac.policy import SOURCE
 from sj_tac.runtime.swaps import source_class
 from sj_tac.verdicts import Refusal
 
@@ -34,11 +35,13 @@ class Fusion:
 
     Attributes:
         readers: for a neuron, the site that its sums are made for; through: Dropouts on the way.
+        direct: likewise the one site that reads what it, or its pool, puts out, where that computes in another dtype.
         unfused: of a conv whose neuron runs the host's own steps, why.
     """
 
     units: dict[str, FusedUnit] = field(default_factory=dict)
     readers: dict[str, str] = field(default_factory=dict)
+    direct: dict[str, str] = field(default_factory=dict)
     through: tuple[str, ...] = ()
     unfused: dict[str, str] = field(default_factory=dict)
 
@@ -72,7 +75,7 @@ class _Fuse:
         for chain in self.chains.values():
             self.check_named(chain.conv, chain.neuron)
         readers, through = self.edges()
-        return Fusion(self.units, readers, through, self.unfused)
+        return Fusion(self.units, readers, self.direct(), through, self.unfused)
 
     def neuron(self, node: Node) -> None:
         name = str(node.module)
@@ -133,6 +136,16 @@ class _Fuse:
             between = [str(self.graph.nodes[i].module) for i in sorted(values - self.writers.keys())]
             through += [n for n in between if n in self.modules and source_class(self.modules[n]) in host.DROPOUTS]
         return readers, tuple(through)
+
+    def direct(self) -> dict[str, str]:
+        """The site of another dtype that alone reads what a neuron, or its pool, puts out."""
+        found = {}
+        for index, name in self.writers.items():
+            readers = self.graph.readers(self.graph.nodes[index])
+            chain = self.chains.get(str(readers[0].module)) if len(readers) == 1 else None
+            if chain is not None and self.layout.drives[chain.conv].settings.dtype != SOURCE:
+                found[name] = chain.site
+        return found
 
     def connected(self, start: int) -> tuple[set[int], list[Chain], bool]:
         """All values that must travel in one form with the one at ``start``, who reads them, and whether all can do sums."""

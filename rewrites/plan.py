@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from rewrites import verify as verification
 from rewrites.axes import find_axes
 from rewrites.chains import Chain, find_chains
+from rewrites.dtypes import decided
 from rewrites.fuse import Fusion, fuse
 from rewrites.graph import Graph, read
 from rewrites.layouts import Sample
@@ -23,7 +24,7 @@ from rewrites.weights import MIXED
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends
-from sj_tac.policy import Policy, Rule, Settings, as_policy, exactly
+from sj_tac.policy import SOURCE, Policy, Rule, Settings, as_policy, exactly
 from sj_tac.runtime.borders import PLAIN, Axes, Span
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.drives import Drive
@@ -41,6 +42,7 @@ class Plan:
     Attributes:
         seen: a run of the source on the example input, or None; sampled: a real sample ran beside the trace's symbols.
         backend, fused: as the arguments of ``convert``. axes: where T and N stand among forward's arguments, if known.
+        wide: why a layer's convolution does not run in the dtype that was asked for.
     """
 
     chains: dict[str, Chain | Refusal]
@@ -53,6 +55,7 @@ class Plan:
     layout: Layout
     fusion: Fusion
     axes: Axes | None = None
+    wide: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def macs(self) -> dict[str, tuple[int, int]]:
@@ -124,17 +127,17 @@ def decide(looked: Plan, model: nn.Module, checked: Policy, example_input: Any) 
     if "conv" not in checked.layers:
         convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
         resolved |= {name: (Settings(mode="keep"), None) for name in convs}
-    settings = {name: found for name, (found, _) in resolved.items()}
+    settings, wide = decided(model, chains, resolved, checked._source)
     if example_input is not None and looked.seen is None:
         looked = run_source(looked, model, example_input, all_single(settings))
-    plan = looked.under(model, settings)
+    plan = replace(looked.under(model, settings), wide=wide)
     _check_exact_rules(resolved, chains, plan.layout, checked._source)
     return plan
 
 
 def all_single(settings: Mapping[str, Settings]) -> bool:
     """Nothing is aggregated: a converted net computes what its source does."""
-    return all(s.k == 1 for s in settings.values() if s.mode != "keep")
+    return all(s.k == 1 and s.dtype == SOURCE for s in settings.values() if s.mode != "keep")
 
 
 def _run_source(
@@ -251,6 +254,8 @@ class _Reporter:
             found.append(self.layout.early[chain.conv])
         if self.plan.settings[chain.conv].weights == MIXED:
             found.append(f"mixed weights: {self.layout.drives[chain.conv].settings.weights}")
+        if chain.conv in self.plan.wide:
+            found.append(f"in the net's dtype: {self.plan.wide[chain.conv]}")
         with torch.no_grad():
             nodes = [self.modules[n] for n in chain.neurons if n in self.modules]
             decays = {round(float(host.decay(n, torch.float64)), 12) for n in nodes}
@@ -274,7 +279,7 @@ class _Reporter:
                 name, "kept" if kept else "converted", place.settings.mode, place.settings.k, kernel,
                 Reason.POLICY_KEEP.value if kept else None, why, "", before,
                 _groups(place, seen[0]) * seen[1] if seen else None, exact=place.repeated,
-                reads=self.reads(place.site, place.span), last_read=made.ran if made else "",
+                dtype=place.settings.dtype, reads=self.reads(place.site, place.span), last_read=made.ran if made else "",
                 last_gave=unit.gave if isinstance(unit, Unit) else "",
                 frames_made={**(made.made if made else {}), **(unit.made if isinstance(unit, Unit) else {})},
             )  # fmt: skip

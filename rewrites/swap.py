@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -9,7 +10,7 @@ from rewrites.chains import Chain
 from rewrites.plan import Plan
 from sj_tac import host
 from sj_tac.kernels import reference
-from sj_tac.policy import Settings
+from sj_tac.policy import SOURCE, Settings
 from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders
 from sj_tac.runtime.drives import Drive
@@ -32,7 +33,7 @@ def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
     handles = [
         model.register_forward_pre_hook(
             # Behind the user's own hooks, which may hand on other arguments.
-            Enter(borders, plan.fusion.readers, plan.axes if layout.folds else None),
+            Enter(borders, plan.fusion.readers, plan.fusion.direct, plan.axes if layout.folds else None),
             with_kwargs=True,
         ),
         # In front of the user's own hooks, which then see ordinary frames.
@@ -58,7 +59,7 @@ def absorb_all(plan: Plan, model: nn.Module, borders: Borders) -> None:
             release(module)
     for module, role in roles:
         absorb(module, role)
-    link(model, plan.fusion.readers)
+    link(model, plan.fusion.readers, plan.fusion.direct)
 
 
 def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Module, Role]]:
@@ -69,6 +70,7 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
         s = place.settings
         drive = Drive(name, modules[place.neuron], borders, s.mode, s.k, s.weights, s.normalize, s.spikes, place.span)
         drive.repeated = place.repeated
+        drive.dtype = None if s.dtype == SOURCE else getattr(torch, s.dtype)
         drive.backend = plan.backend if plan.fused else reference.NAME
         roles.append((modules[place.site], drive))
     pools = dict(layout.pools) | dict.fromkeys([*layout.before, *fusion.through], PLAIN)

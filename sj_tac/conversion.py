@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
+import torch
 from torch import nn
 
 from rewrites import pipeline, swap
@@ -14,7 +15,7 @@ from rewrites.corrections import take_back
 from rewrites.pipeline import RECORD, deep_copy, plan as plan, policy_of as policy_of, record_of
 from sj_tac import batchnorm
 from sj_tac.errors import BatchNormMovedWarning, ConversionError, PolicyError, refuse_unknown
-from sj_tac.policy import as_policy, name_matches, nearest
+from sj_tac.policy import as_policy, name_matches, nearest, with_dtype
 from sj_tac.runtime.swaps import has_trained_logits
 from sj_tac.tuning import matching
 from sj_tac.tuning.batches import as_given
@@ -29,6 +30,7 @@ class ConvertOptions(TypedDict, total=False):
 
     calibration: Any
     match: Any
+    dtype: torch.dtype | None
 
 
 def convert(
@@ -60,6 +62,9 @@ def convert(
         calibration: for "auto" alone: a few batches of frames [T, N, C, H, W] or (frames, labels). With labels at most a
             point of accuracy is lost on them; without, the predictions of 99 % stay. The net is matched by them, and its
             report carries the evidence.
+        dtype: torch.bfloat16 (or float16): the convolutions of all converted layers compute in it, where the machine has
+            instructions for it; neurons, norms and what goes in and out stay as they are. Under torch.autocast it has no
+            meaning. A policy's key ``dtype`` says so for single layers.
         match: a few batches of frames, labels or none: ``sj_tac.match`` corrects the converted net by them.
 
     Returns:
@@ -79,15 +84,9 @@ def convert(
     """
     refuse_unknown("convert", options, ConvertOptions.__annotations__)
     calibration, batches = options.get("calibration"), options.get("match")
-    evidence, method = None, "auto"
+    evidence, method, dtype = None, "auto", options.get("dtype")
     if isinstance(policy, str) and policy == "auto":
-        if calibration is None:
-            raise PolicyError(
-                'policy="auto" measures on your data: convert(model, "auto", calibration=batches), with a few batches of '
-                "frames [T, N, C, H, W] or (frames, labels)"
-            )
-        if k != 2 or not fuse:
-            raise PolicyError(f'policy="auto" chooses k for each layer and measures fused kernels; drop k={k}, fuse={fuse}')
+        _check_auto(calibration, k, fuse, dtype)
         pipeline.check_plain(model)
         calibration = as_given(calibration, model)
         policy = choose(model, calibration, backend=backend)
@@ -98,6 +97,8 @@ def convert(
             batches, method = calibration, matched
     elif calibration is not None:
         raise PolicyError(f'calibration= is for policy="auto"; with policy={policy!r} there is nothing to choose')
+    if dtype is not None:
+        policy, k = with_dtype(policy, k, dtype), 2
     converted = pipeline.convert_with(
         model, policy, k, example_input=example_input, backend=backend, fuse=fuse, inplace=inplace, evidence=evidence
     )
@@ -111,6 +112,18 @@ def convert(
                 restore(converted, inplace=True)
             raise
     return converted
+
+
+def _check_auto(calibration: Any, k: int, fuse: bool, dtype: torch.dtype | None) -> None:
+    """Raise PolicyError where ``convert`` cannot measure, or was told what it is to find out."""
+    if calibration is None:
+        raise PolicyError(
+            'policy="auto" measures on your data: convert(model, "auto", calibration=batches), with a few batches of '
+            "frames [T, N, C, H, W] or (frames, labels)"
+        )
+    if k != 2 or not fuse or dtype is not None:
+        dropped = f"k={k}, fuse={fuse}" + (f", dtype={dtype}" if dtype is not None else "")
+        raise PolicyError(f'policy="auto" chooses k for each layer and measures fused kernels; drop {dropped}')
 
 
 def report(converted: nn.Module, batches: Any = None, *, rounds: int = 5) -> Report:

@@ -172,6 +172,11 @@ def _check(net: nn.Module, arguments: tuple[Any, ...], batch_dim: int | None) ->
             f"forward hooks of yours hang on {hooked[:3]}: what they do would be written into the graph, or left out of it; "
             "remove them first (of pruning and weight_norm with torch.nn.utils.prune.remove and remove_weight_norm)"
         )
+    roles = [module.__dict__.get("_tac") for module in net.modules()]
+    narrow = [role for role in roles if isinstance(role, Drive) and role.dtype is not None]
+    if narrow:
+        role = narrow[0]
+        raise ExportError(f"layer {role.name!r} computes in {role.dtype}, and ONNX files are float32; convert without dtype")
     given = [x for x in arguments if isinstance(x, Tensor)]
     if not given or len(given) != len(arguments):
         raise InputError(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -29,6 +30,9 @@ from sj_tac.support.words import nearest as nearest
 Mode = Literal["preserve", "collapse", "keep"]
 # More steps than any recording is divided into; a larger k is a slip, and would ask for as many weights.
 MOST = 65_536
+Dtype = Literal["source", "bfloat16", "float16"]
+# The dtype that the source net has.
+SOURCE: Dtype = "source"
 K = Annotated[int, Field(strict=True, ge=1, le=MOST, description="source steps that share one convolution")]
 
 
@@ -47,6 +51,7 @@ class Settings(BaseModel):
     emit: Literal["frames", "groups"] = Field("frames", description="of a collapse up to the output: T, or T/k frames")
     approximate: bool = Field(False, strict=True, description="convert also where a MaxPool stands before the neuron")
     exact: bool = Field(True, strict=True, description="what is alike for all frames (a repeated image) is computed once")
+    dtype: Dtype = Field("source", description="that the convolution computes in; neurons and norms stay in the net's own")
 
     @model_validator(mode="after")
     def _learned_weights_are_normalized(self) -> Settings:
@@ -81,6 +86,7 @@ class Rule(BaseModel):
     emit: Literal["frames", "groups"] | None = None
     approximate: Annotated[bool, Field(strict=True)] | None = None
     exact: Annotated[bool, Field(strict=True)] | None = None
+    dtype: Dtype | None = None
 
     @field_validator("match")
     @classmethod
@@ -275,6 +281,27 @@ def as_policy(policy: object, k: object = 2) -> Policy:  # noqa: C901  (one chec
             raise PolicyError(f"k={k} is given beside a policy whose default says k: {read.default.k}; drop one of the two")
         return read
     changed = read.model_copy(update={"default": read.default.model_copy(update={"k": k})})
+    changed._source = read._source
+    return changed
+
+
+def with_dtype(policy: object, k: object, dtype: object) -> Policy:
+    """``as_policy``, with a default that says ``dtype``: what ``convert`` was given beside it.
+
+    Raises:
+        PolicyError: as ``as_policy``; another dtype than float32 (the source's), bfloat16 or float16; the policy says
+            another one, or is "exact".
+    """
+    known: dict[Any, Dtype] = {torch.float32: SOURCE, torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    if not isinstance(dtype, torch.dtype) or dtype not in known:
+        raise PolicyError(f"dtype={_shown(dtype)} is none that convolutions are given; torch.bfloat16 and torch.float16 are")
+    if isinstance(policy, str) and policy == "exact" and known[dtype] != SOURCE:
+        raise PolicyError(f'policy="exact" gives the source\'s spikes, which dtype={dtype} does not; drop one of the two')
+    read = as_policy(policy, k)
+    if read.default.dtype not in (SOURCE, known[dtype]):
+        said = read.default.dtype
+        raise PolicyError(f"dtype={dtype} is given beside a policy whose default says dtype: {said}; drop one of the two")
+    changed = read.model_copy(update={"default": read.default.model_copy(update={"dtype": known[dtype]})})
     changed._source = read._source
     return changed
 

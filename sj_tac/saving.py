@@ -216,6 +216,8 @@ def _layers(net: nn.Module, record: Record | None) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, d in _drives(net, record).items():
         found[name] = {key: getattr(d, key) for key in ("mode", "k", "weights", "normalize", "spikes")} | d.span._asdict()
+        if d.dtype is not None:
+            found[name]["dtype"] = str(d.dtype)
     for name, span in () if record is None else record.plan.layout.stretched.items():
         found[name] = {"mode": "stretched"} | span._asdict()
     return found

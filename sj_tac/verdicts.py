@@ -195,6 +195,7 @@ class Verdict:
         last_read: what came in the last call, "frames of a value" where frames had to be made for it.
         last_gave: what its neuron gave then: "sums", "means", "frames" or "plain".
         exact: its frames are one frame T times over, so that it runs once for all of them, with the source's own result.
+        dtype: what the convolution of a converted layer computes in, "source" for the net's own.
         frames_made: who had frames of its values made since it was converted, and how often. Each costs time; none changes
             a result.
     """
@@ -213,6 +214,7 @@ class Verdict:
     last_read: str = ""
     last_gave: str = ""
     exact: bool = False
+    dtype: str = "source"
     obstacles: tuple[str, ...] = ()
     frames_made: Mapping[str, int] = field(default_factory=dict)
 
@@ -347,8 +349,9 @@ def total_macs(verdicts: Sequence[Verdict]) -> tuple[int, int]:
 
 
 def _macs(verdict: Verdict) -> str:
+    dtype = "" if verdict.dtype == "source" else f", {verdict.dtype}"
     if verdict.macs_before is None or verdict.macs_after is None:
-        return "-"
+        return "-" + dtype
     if verdict.macs_before == verdict.macs_after:
-        return short(verdict.macs_before)
-    return f"{short(verdict.macs_before)} -> {short(verdict.macs_after)}"
+        return short(verdict.macs_before) + dtype
+    return f"{short(verdict.macs_before)} -> {short(verdict.macs_after)}{dtype}"

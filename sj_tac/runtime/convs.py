@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,11 @@ def check_frames(x: Tensor, inner: Any, name: str) -> None:
             f"layer {name!r} takes frames {shape} with T >= 1 and C={inner.in_channels}, "
             f"got a tensor of shape {list(x.shape)}; stack the time steps in front, T first"
         )
+
+
+def _is_narrowed(frames: Tensor) -> bool:
+    """Whether frames are such as a layer of another dtype rounds, or as were made for it."""
+    return type(frames) is Tensor and frames.device.type == "cpu" and frames.dtype in (torch.float32, torch.bfloat16)
 
 
 def _is_repeated(frames: Tensor) -> bool:
@@ -110,9 +115,22 @@ class DriveModule(Matchable):
         return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
 
     def _layer(self, x: Tensor) -> Tensor:
-        """The source's own layer."""
-        result: Tensor = super().forward(x)
-        return result
+        """The source's own layer, in the dtype that was asked for; what comes out has that of ``x``."""
+        dtype = self._tac.dtype
+        result: Tensor
+        if dtype is None or not self._may_narrow(x):
+            result = super().forward(x)
+            return result
+        # Whatever a forward of the user's calls: weights that are made anew, another function's convolution.
+        with torch.autocast(x.device.type, dtype):
+            result = super().forward(x)
+        return result.to(x.dtype)
+
+    def _may_narrow(self, x: Tensor) -> bool:
+        """Whether frames may be rounded for the convolution: those of float32, where the user's autocast does not do it."""
+        kind = x.device.type
+        plain = x.dtype is torch.float32 and torch.amp.is_autocast_available(kind)
+        return plain and not torch.is_autocast_enabled(kind)
 
     def _run(self, frames: Tensor, *_: Any) -> Tensor | Later:
         """The source's own layer on compact frames [G, N, ...]."""
@@ -126,24 +144,43 @@ class DriveModule(Matchable):
 
         A large one may be run later, by the neuron behind it. ``x``: what ``frames`` were made of; ``wanted``: how.
         """
-        held, own = self._parameters, self.__dict__
-        weight = held.get("weight")
-        inner: Any = self
-        # A subclass of the user's, and one that a parametrization made, have a forward of their own; so may the host's class
-        # that somebody patched. Pruned weights are made anew on every call, in front of the parameter.
-        plain = "_run" in type(self).__dict__ and getattr(super().forward, "__func__", None) is _FORWARDS[0]
-        plain = plain and nn.Conv2d.forward is _FORWARDS[1] and weight is not None and "bias" in held
-        if not plain or "weight" in own or "bias" in own:
+        narrow, parameters = self.narrows(), cast(Any, self._parameters)
+        if not self._runs_parameters() or (self._tac.dtype is not None and (narrow is None or not _is_narrowed(frames))):
             return DriveModule._run(self, frames)
         large = 8 * frames.numel() * self.out_channels >= deferred.LARGE * self.in_channels
         if large or (frames.device.type in conv_fire.DEVICES and deferred.may_be_one(self, frames)):
             # Sums are nobody else's, where anything was summed at all.
             owned = self._tac.ran == "sums" or (wanted is not None and not wanted.sums_nothing)
-            later = deferred.defer(self, x, frames, owned)
+            later = deferred.defer(self, x, frames, owned, narrow)
             if later is not None:
                 return later
-        y: Tensor = inner._conv_forward(frames.flatten(0, 1), weight, held["bias"])
-        return y.view(frames.shape[:2] + y.shape[1:])
+        inner: Any = self
+        folded, weight, bias = frames.flatten(0, 1), parameters["weight"], parameters["bias"]
+        if narrow is not None:
+            # Weights are rounded in every call: it costs what a look whether they are still the same would cost.
+            folded, weight, bias = folded.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
+        y: Tensor = inner._conv_forward(folded, weight, bias)
+        y = y.view(frames.shape[:2] + y.shape[1:])
+        return y if narrow is None else deferred.Narrow(y, parameters["weight"].dtype)
+
+    def _runs_parameters(self) -> bool:
+        """Whether a Conv2d runs the host's own forward on the parameters that it holds."""
+        held, own = self._parameters, self.__dict__
+        # A subclass of the user's, and one that a parametrization made, have a forward of their own; so may the host's class
+        # that somebody patched. Pruned weights are made anew on every call, in front of the parameter.
+        plain = "_run" in type(self).__dict__ and getattr(super().forward, "__func__", None) is _FORWARDS[0]
+        plain = plain and nn.Conv2d.forward is _FORWARDS[1] and held.get("weight") is not None and "bias" in held
+        return plain and "weight" not in own and "bias" not in own
+
+    def narrows(self) -> torch.dtype | None:
+        """The dtype in which the kernels read and write what this layer does; None where it is the net's own.
+
+        They know bfloat16 on the CPU. Elsewhere, and where somebody differentiates, frames are rounded beside them.
+        """
+        dtype = self._tac.dtype
+        if dtype is not torch.bfloat16 or torch.is_grad_enabled() or not self._runs_parameters():
+            return None
+        return dtype if deferred.is_own(self) and not torch.is_autocast_enabled("cpu") else None
 
     def _frames(self, x: Tensor) -> Tensor | None:
         """What came as frames [T, N, ...]; None where they were folded and nobody knows how."""
@@ -161,6 +198,10 @@ class DriveModule(Matchable):
             self._check(frames)
         return frames
 
+    def _takes(self, narrowed: tuple[Sums, Tensor], wanted: Sums) -> bool:
+        """Whether sums that were made in another dtype are these, and this layer reads that dtype in this call."""
+        return narrowed[0] == wanted and narrowed[1].dtype is self.narrows()
+
     def _of_value(self, x: Frames, logits: Tensor | None) -> tuple[Sums, Tensor]:
         """The sums of a value, by the shortest way that it allows."""
         drive = self._tac
@@ -175,6 +216,9 @@ class DriveModule(Matchable):
         assert wanted is not None
         recorded = torch.is_grad_enabled()
         looks = recorded or x._made is not None or x._viewed is not None
+        if isinstance(x, Spikes) and x.narrowed is not None and (not looks or x.intact) and self._takes(x.narrowed, wanted):
+            drive.ran = "sums"
+            return x.narrowed
         if isinstance(x, Spikes) and x.sums and (not looks or x.intact):
             # The reader that was planned finds its own: to compare weights costs more than to look.
             (planned, found), *_ = x.sums.items()

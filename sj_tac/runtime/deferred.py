@@ -43,7 +43,7 @@ SHARE, SHARE_IN_ONE = 8, 2
 
 # What a Conv2d's forward calls, as long as nobody has patched or overridden it.
 _OWN = nn.Conv2d._conv_forward, F.conv2d
-_WIDTHS = {torch.float32: 4, torch.float64: 8}
+_WIDTHS = {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 
 
 class Options(NamedTuple):
@@ -61,12 +61,15 @@ class Deferred:
     Nobody can change either: the weights are a copy; the frames are a copy, a tensor that nobody else has, or an expression
     that makes them again. There are no gradients.
 
+    Args:
+        narrow: the dtype that it computes and is handed on in, where that is not the output's own.
+
     Attributes:
         shape, dtype, device: of the output. made: the output, once somebody has asked for the whole of it.
         one: what one kernel convolves, which runs the neuron as well, or None; by: that kernel's launch, once it has run.
     """
 
-    __slots__ = ("_bias", "_frames", "_options", "_weight", "by", "device", "dtype", "made", "one", "shape")
+    __slots__ = ("_bias", "_frames", "_narrow", "_options", "_weight", "by", "device", "dtype", "made", "one", "shape")
 
     def __init__(
         self,
@@ -76,8 +79,11 @@ class Deferred:
         options: Options,
         shape: Any,
         one: conv_fire.Convolution | None = None,
+        narrow: torch.dtype | None = None,
     ) -> None:
-        self._frames, self._weight, self._bias, self._options = frames, weight, bias, options
+        self._frames, self._options, self._narrow = frames, options, narrow or weight.dtype
+        self._weight = _copy(weight, self._narrow)
+        self._bias = None if bias is None else _copy(bias, self._narrow)
         self.shape, self.dtype, self.device = torch.Size(shape), weight.dtype, weight.device
         self.one = one
         self.made: Tensor | None = None
@@ -88,7 +94,7 @@ class Deferred:
         if self.made is None and self.by is not None:
             self.made = self.by.drives(self.inputs())
         elif self.made is None:
-            self.made = next(self.parts(self.shape[1], self.shape[2]))[1]
+            self.made = next(self.parts(self.shape[1], self.shape[2]))[1].to(self.dtype)
         return self.made
 
     def inputs(self) -> conv_fire.Convolved:
@@ -106,7 +112,7 @@ class Deferred:
     def size_of_part(self) -> tuple[int, int]:
         """Samples and channels of a part: as many as ``PART`` bytes hold, and divisors of all, so that parts are alike."""
         groups, samples, channels, *map_ = self.shape
-        of_one = groups * math.prod(map_) * _WIDTHS[self.dtype]
+        of_one = groups * math.prod(map_) * _WIDTHS[self._narrow]
         wide = max((n for n in range(1, samples + 1) if samples % n == 0 and n * channels * of_one <= PART), default=1)
         if wide * channels * of_one <= PART or self._options.groups != 1:
             return wide, channels
@@ -115,7 +121,7 @@ class Deferred:
         return wide, max((n for n in cuts if n * of_one <= PART), default=cuts[0])
 
     def parts(self, samples: int, channels: int) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-        """Where each part lies in N and C, and the part [G, samples, channels, H, W] itself."""
+        """Where each part lies in N and C, and the part [G, samples, channels, H, W] itself, in the dtype of computing."""
         with _as_called(self.device):
             frames = self._whole_frames()
             last = is_channels_last(frames)
@@ -125,8 +131,33 @@ class Deferred:
                 for begin in range(0, self.shape[2], channels):
                     to = slice(begin, begin + channels)
                     bias = None if self._bias is None else self._bias[to]
-                    y = torch.conv2d(some, self._weight[to], bias, *self._options)
+                    y = torch.conv2d(some.to(self._narrow), self._weight[to], bias, *self._options)
                     yield (at, to), y.view(self.shape[0], -1, *y.shape[1:])
+
+
+class Narrow:
+    """The output of a convolution that computed in another dtype, which is of the net's own to whoever reads it.
+
+    Attributes:
+        raw: as it was computed. The others are ``Deferred``'s.
+    """
+
+    __slots__ = ("by", "device", "dtype", "made", "one", "raw", "shape")
+
+    def __init__(self, raw: Tensor, dtype: torch.dtype) -> None:
+        self.raw, self.dtype, self.shape, self.device = raw, dtype, raw.shape, raw.device
+        self.made: Tensor | None = None
+        self.one = self.by = None
+
+    def make(self) -> Tensor:
+        """The output in the net's dtype."""
+        if self.made is None:
+            self.made = self.raw.to(self.dtype)
+        return self.made
+
+
+def _copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().to(dtype, copy=True)
 
 
 @contextmanager
@@ -141,22 +172,23 @@ def _folded(frames: Tensor, last: bool) -> Tensor:
     return frames.movedim(2, -1).flatten(0, 1).movedim(-1, 1) if last else frames.flatten(0, 1)
 
 
-def defer(conv: Any, x: Any, frames: Tensor, owned: bool) -> Deferred | None:
+def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | None = None) -> Deferred | None:
     """The convolution of compact frames [G, N, C, H, W], to be run later; None where it must be run now, or gains nothing.
 
     Args:
         conv: a Conv2d that runs the forward of its library's class, on parameters of its own.
         x: what it was called with, of which ``frames`` were made.
         owned: nobody else has the tensor ``frames``.
+        narrow: the dtype that it is to compute in, where that is not the net's own; ``frames`` may be of it already.
     """
     weight, bias = conv._parameters["weight"], conv._parameters["bias"]
     options, shape = _options_of(conv), None
-    if options is not None and _is_plain(conv, frames, weight, bias):
+    if options is not None and _is_plain(conv, frames, weight, bias, narrow):
         shape = _shape(frames, weight, options)
     if options is None or shape is None:
         return None
-    one = _in_one(conv, conv_fire.Convolved(frames, weight, bias), options, shape)
-    if one is None and not _gains_in_parts(weight, shape):
+    one = None if narrow is not None else _in_one(conv, conv_fire.Convolved(frames, weight, bias), options, shape)
+    if one is None and not _gains_in_parts(weight, shape, narrow or weight.dtype):
         return None
     most = math.prod(shape) // (SHARE if one is None else SHARE_IN_ONE)
     if one is None:
@@ -164,7 +196,7 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool) -> Deferred | None:
     kept: Tensor | Expression | None = frames if owned else _kept(x, frames, most)
     if kept is None or weight.numel() > most:
         return None
-    return Deferred(kept, weight.detach().clone(), None if bias is None else bias.detach().clone(), options, shape, one)
+    return Deferred(kept, weight, bias, options, shape, one, narrow)
 
 
 def may_be_one(conv: Any, frames: Tensor) -> bool:
@@ -173,10 +205,10 @@ def may_be_one(conv: Any, frames: Tensor) -> bool:
     return few and conv_fire.is_asked(frames.device)
 
 
-def _gains_in_parts(weight: Tensor, shape: Sequence[int]) -> bool:
+def _gains_in_parts(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether the output would be given back to the system in every call, on the CPU."""
-    on_cpu = weight.device.type == "cpu" and weight.dtype in _WIDTHS
-    return on_cpu and math.prod(shape) * _WIDTHS[weight.dtype] >= LARGE and memory.mode() == memory.DEFAULT
+    on_cpu = weight.device.type == "cpu" and dtype in _WIDTHS
+    return on_cpu and math.prod(shape) * _WIDTHS[dtype] >= LARGE and memory.mode() == memory.DEFAULT
 
 
 def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequence[int]) -> conv_fire.Convolution | None:
@@ -210,7 +242,20 @@ def _let_parts_stay() -> None:
             break
 
 
-def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def is_own(conv: Any) -> bool:
+    """Whether a Conv2d on the CPU would call torch's own convolution, in float32, on ordinary parameters."""
+    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+    return (
+        type(weight) in dispatch.PLAIN
+        and (bias is None or (type(bias) in dispatch.PLAIN and bias.dtype is torch.float32))
+        and weight.device.type == "cpu"
+        and weight.dtype is torch.float32
+        and (type(conv)._conv_forward, F.conv2d) == _OWN
+        and "_conv_forward" not in conv.__dict__
+    )
+
+
+def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None) -> bool:
     """True where the convolution is torch's own on ordinary tensors, and nobody differentiates or watches it."""
     kind = type(conv)
     return (
@@ -222,7 +267,7 @@ def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None) ->
         and type(weight) in dispatch.PLAIN
         and (bias is None or type(bias) in dispatch.PLAIN)
         and all(t.device == frames.device and t.layout is torch.strided for t in (frames, weight))
-        and frames.dtype is weight.dtype
+        and frames.dtype in (weight.dtype, narrow)
         and (bias is None or (bias.dtype is weight.dtype and bias.device == frames.device))
         and (kind._conv_forward, F.conv2d) == _OWN
         and "_conv_forward" not in conv.__dict__

@@ -32,6 +32,7 @@ class Drive:
         node: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
         span: what the trace says of the frames in front of it.
         repeated: the trace says that they are one frame T times over; a call looks whether they are.
+        dtype: what the convolution computes in, where that is not the net's own; outside of autocast.
         backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
             "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
         matched: what its bias was corrected for, empty where it was not.
@@ -47,6 +48,7 @@ class Drive:
     spikes: str = "count"
     span: Span = PLAIN
     repeated: bool = False
+    dtype: torch.dtype | None = None
     backend: str = reference.NAME
     ran: str = ""
     seen: tuple[int, Sequence[int]] | None = None

@@ -29,6 +29,7 @@ from sj_tac.runtime.values import Shared, Spikes, ordinary
 
 # What runs a neuron, as long as nobody has patched it.
 _FORWARD: Any = host.MemoryModule.forward
+_FLOAT32_ON_CPU = torch.float32, torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class Unit:
         span: what the trace says of the frames in front of it; merge: how many steps it takes as one, in a binary collapse.
         pool: the pool behind it that ``fire`` does, or None; pools_later: the mean is taken at a pool further on.
         folded: its drives were folded, so that T is looked at.
-        reader: the conv that sums are prepared for, or None.
+        reader: the conv that sums are prepared for, or None; direct: the one that reads them in another dtype, or None.
         launches: what straight.py has prepared, by what it was prepared for.
         ran: the kernel of the last call, or why it ran as the host's own steps; convolved: that kernel ran the convolution
             in front as well.
@@ -60,26 +61,41 @@ class Unit:
     gave: str = ""
     made: Counter[str] = field(default_factory=Counter)
     reader: weakref.ref[nn.Module] | None = None
+    direct: weakref.ref[nn.Module] | None = None
     launches: dict[Any, straight.Prepared] = field(default_factory=dict, repr=False)
     _means: dict[Any, tuple[Tensor, int]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # A unit alone must not drag its readers along; the root links them again (root.py).
-        return self.__dict__ | {"reader": None, "launches": {}, "_means": {}, "made": Counter(self.made)}
+        return self.__dict__ | {"reader": None, "direct": None, "launches": {}, "_means": {}, "made": Counter(self.made)}
 
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
 
     def wanted(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> Sums | None:
         """What the planned reader will sum of the frames of ``groups``; None where it reads frames."""
-        conv: Any = self.reader() if self.reader is not None else None
+        found = self._sums_for(self.reader, groups, kind)
+        return None if found is None or found.sums_nothing else found
+
+    def narrow(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> tuple[Sums, torch.dtype] | None:
+        """What the one reader will sum, be it single frames, and the dtype in which it will read that; None where it is the
+        net's own.
+        """
+        conv: Any = self.direct() if self.direct is not None and kind == _FLOAT32_ON_CPU else None
+        dtype = conv.narrows() if isinstance(conv, DriveModule) else None
+        found = None if dtype is None else self._sums_for(self.direct, groups, kind)
+        return None if found is None or dtype is None else (found, dtype)
+
+    def _sums_for(
+        self, reader: weakref.ref[nn.Module] | None, groups: Groups, kind: tuple[torch.dtype, torch.device]
+    ) -> Sums | None:
+        conv: Any = reader() if reader is not None else None
         if not isinstance(conv, DriveModule):
             return None
         if conv.__dict__.get("_step_mode") != "m" and not host.is_multi_step(conv):
             return None
         steps = single(sum(groups.steps)) if groups.frames is groups.steps else groups.stepwise()
-        found = conv._tac.wants(steps, kind, conv._parameters.get(LOGITS))
-        return None if found is None or len(found.groups.steps) == len(found.of.steps) else found
+        return conv._tac.wants(steps, kind, conv._parameters.get(LOGITS))
 
     def mean_weights(self, means: Groups, kind: tuple[torch.dtype, torch.device]) -> tuple[Tensor, int]:
         """One weight for each step, whose sums are the means of ``means``; and steps in a whole group."""

@@ -25,13 +25,16 @@ class Enter:
 
     Args:
         readers: for the name of a neuron, that of the conv which its sums are prepared for.
+        direct: likewise, that of the one conv which reads them in another dtype.
         axes: where T and N stand among the arguments, for a net that folds time into the batch; else None.
     """
 
     of_sj_tac = True
 
-    def __init__(self, borders: Borders, readers: Mapping[str, str], axes: Axes | None = None) -> None:
-        self.borders, self.readers, self.axes = borders, dict(readers), axes
+    def __init__(
+        self, borders: Borders, readers: Mapping[str, str], direct: Mapping[str, str], axes: Axes | None = None
+    ) -> None:
+        self.borders, self.readers, self.direct, self.axes = borders, dict(readers), dict(direct), axes
         self.linked: weakref.ref[nn.Module] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,7 +50,7 @@ class Enter:
         if self.axes is not None:
             self.borders.call = self.axes.of(args, kwargs)
         if self.linked is None or self.linked() is not module:
-            link(module, self.readers)
+            link(module, self.readers, self.direct)
             self.linked = weakref.ref(module)
         if self.borders.fused and torch.is_grad_enabled():
             self.borders.watched = is_watched(module)
@@ -97,10 +100,11 @@ def compact_frames(x: Shared) -> Tensor:
     )
 
 
-def link(model: nn.Module, readers: Mapping[str, str]) -> None:
+def link(model: nn.Module, readers: Mapping[str, str], direct: Mapping[str, str]) -> None:
     """Tell every unit which conv it prepares sums for, by weak references: a unit does not drag its readers along."""
     modules = dict(model.named_modules())
-    for name, reader in readers.items():
-        unit, conv = modules.get(name), modules.get(reader)
-        if isinstance(unit, UnitModule):
-            unit._tac.reader = None if conv is None else weakref.ref(conv)
+    for names, attribute in ((readers, "reader"), (direct, "direct")):
+        for name, reader in names.items():
+            unit, conv = modules.get(name), modules.get(reader)
+            if isinstance(unit, UnitModule):
+                setattr(unit._tac, attribute, None if conv is None else weakref.ref(conv))

@@ -21,7 +21,7 @@ from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import empty
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
-from sj_tac.runtime.deferred import Deferred
+from sj_tac.runtime.deferred import Deferred, Narrow
 from sj_tac.runtime.expressions import Made
 from sj_tac.runtime.groups import Groups, Sums
 from sj_tac.runtime.runs import Again, Inputs, Run
@@ -70,6 +70,7 @@ class Prepared(NamedTuple):
     Attributes:
         wanted: what the reader behind sums, or None for frames; lengths: steps on each drive; window: the pool's.
         inner, outer: shapes of the frames behind the pool and before it.
+        narrow: the sums are of another dtype than the frames, for a reader of that dtype.
     """
 
     launch: Launch
@@ -78,6 +79,7 @@ class Prepared(NamedTuple):
     window: tuple[int, ...] | None
     inner: tuple[int, ...]
     outer: tuple[int, ...]
+    narrow: bool = False
 
     def fits(self, wanted: Sums | None) -> bool:
         """Whether it makes other sums, too: weights that hang on a tensor of a device are new in every call."""
@@ -95,7 +97,7 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         or x.folded is not None
         or x.means is not None
         or x.merges
-        or (type(y) is not Deferred and (type(y) is not Tensor or y.requires_grad))
+        or (type(y) not in (Deferred, Narrow) and (type(y) is not Tensor or y.requires_grad))
         or len(y.shape) != 5
         or dtype not in DTYPES.get(device.type, ())
         or unit.backend == reference.NAME
@@ -143,6 +145,16 @@ def _options(pool: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _kinds(scale: Tensor | None, shift: Tensor | None) -> tuple[Any, ...] | None:
+    """What a launch knows of an affine map beside its numbers."""
+    if scale is None or shift is None:
+        return None
+    return (
+        scale.shape, scale.dtype, scale.device, scale.requires_grad,
+        shift.shape, shift.dtype, shift.device, shift.requires_grad,
+    )  # fmt: skip
+
+
 def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     """What a unit emits for drives that steps share; None where the long way must be taken.
 
@@ -158,12 +170,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
         v = None
     elif type(v) is not Tensor or v.shape != shape[1:] or v.dtype is not wide or v.requires_grad or v.device != device:
         return None
-    (scale, shift), affine = x.expression.affine or (None, None), None
-    if scale is not None and shift is not None:
-        affine = (
-            scale.shape, scale.dtype, scale.device, scale.requires_grad,
-            shift.shape, shift.dtype, shift.device, shift.requires_grad,
-        )  # fmt: skip
+    scale, shift = x.expression.affine or (None, None)
     residual = None if x.expression.residual is None else x.expression.residual.make()
     if residual is not None and not (
         type(residual) is Tensor and residual.dtype is dtype and not residual.requires_grad and residual.device == device
@@ -171,8 +178,9 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
         return None
     pool = None if unit.pool is None else _options(unit.pool)
     w, added = node._parameters.get("w"), None if residual is None else residual.shape
-    wanted = unit.wanted(groups, x.kind)
-    key = groups, shape, x.kind, affine, added, numbers, pool, unit.backend
+    narrow = None if unit.direct is None else unit.narrow(groups, x.kind)
+    wanted, emitted = (unit.wanted(groups, x.kind), dtype) if narrow is None else narrow
+    key = (groups, emitted, x.kind), shape, _kinds(scale, shift), added, numbers, pool, unit.backend
     if type(y) is Deferred:
         inputs = Inputs(None, v, residual, scale, shift, w)
         ran = _with_convolution(node, unit, inputs, y, wanted, key)
@@ -180,13 +188,15 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
             return None
         found, out, last = ran
     else:
+        read, y = (y.raw, y) if type(y) is Narrow else (y, None)
         # Past NamedTuple's own function.
-        inputs = tuple.__new__(Inputs, (y, v, residual, scale, shift, w))
-        found = _prepared(unit, node, inputs, wanted, (*key, y.stride()))
+        inputs = tuple.__new__(Inputs, (read, v, residual, scale, shift, w))
+        found = _prepared(unit, node, inputs, wanted, (*key, read.dtype, read.stride()))
         if found is NONE:
             return None
-        out, last = found.launch(y, v, residual, (scale, shift), None if wanted is None else wanted.flat, w)
-        y = None
+        out, last = found.launch(read, v, residual, (scale, shift), None if wanted is None else wanted.flat, w)
+        if y is not None:
+            inputs = inputs._replace(y=None)
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None
@@ -238,7 +248,7 @@ def _in_parts(
             y, None if v is None else v[at, to], added, None if scale is None else scale[to],
             None if shift is None else shift[to], w,
         )  # fmt: skip
-        prepared = _prepared(unit, node, part, wanted, (*key, y.shape, y.stride()))
+        prepared = _prepared(unit, node, part, wanted, (*key, y.dtype, y.shape, y.stride()))
         if prepared is NONE:
             unit.launches[key] = NONE
             return None
@@ -279,7 +289,7 @@ def _prepared(
 
 
 def _value(
-    node: Any, unit: Unit, found: Prepared, wanted: Sums | None, read: tuple[Inputs, Deferred | None], out: Tensor
+    node: Any, unit: Unit, found: Prepared, wanted: Sums | None, read: tuple[Inputs, Deferred | Narrow | None], out: Tensor
 ) -> Spikes:
     """The value of an output: neurons.UnitModule._emit, for what was prepared."""
     ran = Run(node, read[0], found.lengths, False, True, read[1])
@@ -289,8 +299,12 @@ def _value(
         inner = Spikes.of(Made(Again(ran, pool, None, 1).on, ran.given, out), found.inner, out)
     else:
         unit.gave = "sums"
-        inner = Spikes.of(Again(ran, pool, None, 1), found.inner, out, sums={wanted: out})
-        inner.__dict__["maker"] = unit
+        narrowed, sums = None, {wanted: out}
+        if found.narrow:
+            narrowed, sums, out = (wanted, out), {}, torch.empty(0, dtype=WIDE[out.dtype], device=out.device)
+        inner = Spikes.of(Again(ran, pool, None, 1), found.inner, out, sums=sums)
+        held = inner.__dict__
+        held["maker"], held["narrowed"] = unit, narrowed
     if found.window is None:
         return inner
     value = Spikes.of(Again(ran, None, None, 1), found.outer, out, pooled=(found.window, inner))
@@ -299,10 +313,13 @@ def _value(
 
 
 def _prepare(
-    unit: Unit, node: Any, inputs: Inputs, groups: Groups, wanted: Sums | None, drives: Deferred | None
+    unit: Unit, node: Any, inputs: Inputs, of: tuple[Groups, torch.dtype, Any], wanted: Sums | None, drives: Deferred | None
 ) -> Prepared | None:
-    """A launch for such inputs; None where neither CUDA kernels run nor, on the CPU, those of tiles."""
-    y, v, residual, scale, shift, _ = inputs
+    """A launch for such inputs; None where neither CUDA kernels run nor, on the CPU, those of tiles.
+
+    ``of``: the groups of the drives, the dtype of what is put out, and that of the frames, with their device.
+    """
+    (y, v, residual, scale, shift, _), (groups, emitted, kind) = inputs, of
     if y is None and drives is not None:
         y = drives.stand_in()
     assert y is not None
@@ -318,18 +335,21 @@ def _prepare(
         if not (_is_by_channel(scale, y) and _is_by_channel(shift, y)):
             return None  # the long way has words for a norm of other channels
         scale, shift = scale.to(WIDE[y.dtype]), shift.to(WIDE[y.dtype])
+    if residual is not None and residual.dtype is not y.dtype:
+        # The launch reads either; the check of operands knows them alike.
+        residual = residual.new_empty(1, dtype=y.dtype).expand(residual.shape)
     call = kernels.Call(y, node, lengths, v, residual, scale, shift, unit.pool, weights, size)
     o = kernels.operands(call, None)
-    launch = _launch(o, kernel, None if drives is None else drives.one)
+    launch = _launch(o, kernel, None if drives is None else drives.one, emitted)
     if launch is None:
         return None
     frames = (groups.total, *y.shape[1:])
     inner = launch.shape if wanted is None else (groups.total, *launch.shape[1:])
     assert (window is None) == (o.pool == NO_POOL)
-    return Prepared(launch, wanted, lengths, window, inner, frames)
+    return Prepared(launch, wanted, lengths, window, inner, frames, emitted is not kind[0])
 
 
-def _launch(o: Operands, kernel: str, one: conv_fire.Convolution | None) -> Launch | None:
+def _launch(o: Operands, kernel: str, one: conv_fire.Convolution | None, emitted: torch.dtype) -> Launch | None:
     """A launch of the kernel of this name, with a convolution in it or not; None of those on the CPU that are no tiles'."""
     if one is not None:
         return conv_fire.ConvLaunch(o, kernel, one) if kernel in backends.ON_CUDA else None
@@ -341,4 +361,4 @@ def _launch(o: Operands, kernel: str, one: conv_fire.Convolution | None) -> Laun
         return None
     from sj_tac.kernels.cpu import launches as on_cpu  # it imports Numba
 
-    return on_cpu.Launch(o)
+    return on_cpu.Launch(o, emitted)

@@ -288,11 +288,13 @@ class Spikes(Frames):
     """What a fused neuron gives: sums for whoever was planned to read it; the frames by running the steps again.
 
     Attributes:
-        sums: [G, N, ...] by what a convolution wants; pooled: the window of the pool that was planned behind the neuron, and
-            the value that it makes; means: groups over which that pool is still to take the mean, or None.
+        sums: [G, N, ...] by what a convolution wants; narrowed: the same for one convolution, in a dtype of its own.
+        pooled: the window of the pool that was planned behind the neuron, and the value that it makes; means: groups over
+            which that pool is still to take the mean, or None.
     """
 
     sums: dict[Sums, Tensor]
+    narrowed: tuple[Sums, Tensor] | None = None
     pooled: tuple[tuple[int, ...], Tensor] | None
     means: Groups | None = None
 

@@ -24,7 +24,8 @@ class Launch:
 
     What may be other in a call are the numbers in the tensors of drives, voltages, residual, scale and shift. Their
     shapes, dtypes and memory formats, and which of them are None, may not; voltages and residual may lie in any format.
-    The weights of the sums and a PLIF's w are numbers in the launch.
+    The weights of the sums and a PLIF's w are numbers in the launch. The output's dtype may be another than the drives': one
+    of float32 and bfloat16 each; so may the residual's.
     """
 
     kernel = NUMBA
@@ -32,18 +33,19 @@ class Launch:
 
     # fmt: off
     __slots__ = (
-        "added", "affine", "dense", "frame", "last", "layout", "neuron", "no_frames", "none", "out", "rest", "shape", "size",
-        "units", "v", "work",
+        "added", "affine", "dense", "dtype", "frame", "last", "layout", "neuron", "no_frames", "none", "out", "rest",
+        "shape", "size", "units", "v", "work",
     )
     # fmt: on
 
-    def __init__(self, o: Operands) -> None:
+    def __init__(self, o: Operands, dtype: torch.dtype | None = None) -> None:
         """Raises ValueError where the operands do not fit each other, or are not for the tile kernels."""
         check_fire(o)
         if not in_tiles(o.y, o.pool, o.window) or overlap(o.pool, o.window) or not o.y.numel():
             raise ValueError("a launch is made for drives that the tile kernels run")
         y = o.y
         self.last = is_channels_last(y)
+        self.dtype = y.dtype if dtype is None else dtype
         self.dense = y.is_contiguous() and y.dtype is not torch.bfloat16
         self.shape = emitted_shape(o)
         self.out, self.v = self._lying(self.shape), self._lying(tuple(y.shape[1:]))
@@ -71,8 +73,7 @@ class Launch:
         *_: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Output and last voltages, as ``fire`` gives them; ``affine``: scale and shift; weights and w are not read."""
-        dtype = y.dtype
-        wide = WIDE[dtype]
+        dtype, wide = self.dtype, WIDE[y.dtype]
         out = torch.empty(self.out, dtype=dtype, device="cpu")
         v = torch.empty(self.v, dtype=wide, device="cpu")
         none, (scale, shift) = self.none, affine

@@ -1,0 +1,77 @@
+"""Which layers may run their convolution in half precision, and why others may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import binding
+from torch import nn
+
+from rewrites.chains import Chain
+from sj_tac.errors import PolicyError
+from sj_tac.policy import SOURCE, Rule, Settings
+from sj_tac.verdicts import Refusal
+
+# What LLVM calls the instructions of processors, x86's and Arm's, that multiply in a dtype.
+_INSTRUCTIONS = {"bfloat16": ("avx512bf16", "amx-bf16", "bf16"), "float16": ("avx512fp16", "amx-fp16", "fullfp16")}
+# The first CUDA devices that multiply in it.
+_CAPABILITY = {"bfloat16": (8, 0), "float16": (5, 3)}
+
+
+@cache
+def _features() -> frozenset[str]:
+    return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)
+
+
+def computes_in(dtype: str, device: torch.device) -> bool:
+    """Whether a device has instructions for a dtype; of devices other than CPUs and CUDA's nobody asks."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= _CAPABILITY[dtype]
+    return device.type != "cpu" or not _features().isdisjoint(_INSTRUCTIONS[dtype])
+
+
+def decided(
+    model: nn.Module,
+    chains: Mapping[str, Chain | Refusal],
+    resolved: Mapping[str, tuple[Settings, Rule | None]],
+    source: str,
+) -> tuple[dict[str, Settings], dict[str, str]]:
+    """Settings whose ``dtype`` is what a layer's convolution will run in; and by layer why that is not what was asked for.
+
+    Raises:
+        PolicyError: a rule names a layer whose convolution cannot run in its dtype.
+    """
+    settings, wide = {}, {}
+    for name, (found, rule) in resolved.items():
+        chain, named = chains[name], rule is not None and rule.is_exact
+        if found.dtype != SOURCE:
+            if not isinstance(chain, Chain) or found.mode == "keep":
+                found = found.model_copy(update={"dtype": SOURCE})
+            elif why := _impossible(model, chain, found.dtype):
+                if named:
+                    raise PolicyError(f"{source}, rule for {name!r}: dtype: {found.dtype} is impossible there: {why}")
+                wide[name], found = why, found.model_copy(update={"dtype": SOURCE})
+            elif not named and not computes_in(found.dtype, model.get_submodule(name).weight.device):  # type: ignore[arg-type]
+                why = f"this {_kind(model, name)} has no {found.dtype} instructions, so that it would be slower"
+                wide[name] = f"{why}; a rule with the layer's exact name has it all the same"
+                found = found.model_copy(update={"dtype": SOURCE})
+        settings[name] = found
+    return settings, wide
+
+
+def _kind(model: nn.Module, name: str) -> str:
+    device: Any = model.get_submodule(name).weight.device
+    return "CPU" if device.type == "cpu" else f"device ({device})"
+
+
+def _impossible(model: nn.Module, chain: Chain, dtype: str) -> str:
+    """Why the convolution of a chain cannot run in ``dtype``, on any machine; else empty."""
+    if chain.site != chain.conv:
+        return f"it sits in the container {chain.site!r}, whose other layers would run in {dtype}, too; use layer.Conv2d"
+    weight = model.get_submodule(chain.conv).weight
+    if weight.dtype != torch.float32:
+        return f"its weights are {weight.dtype}, and only float32 ones are rounded"
+    return ""
