@@ -21,8 +21,11 @@ EAGER, FOLDED, COMPILED = "SpikingJelly eager", "SpikingJelly BN folded", "Spiki
 AS_LAID = ", layouts kept"
 
 
-def configurations(net: nn.Module, x: Tensor, compiled: bool) -> dict[str, nn.Module]:
-    """What is compared, by name. Contiguous weights first, then channels_last, which the host gains from as well."""
+def configurations(net: nn.Module, x: Tensor, compiled: bool, autocast: bool) -> dict[str, nn.Module]:
+    """What is compared, by name. Contiguous weights first, then channels_last, which the host gains from as well.
+
+    ``autocast``: they are called under it, in bfloat16; nets that were converted to it are called outside.
+    """
     found: dict[str, nn.Module] = {"T separate calls (the paper's baseline)": measure.SeparateCalls(net)}
     layouts = {"": net, measure.LAST: copy.deepcopy(net).to(memory_format=torch.channels_last)}
     for suffix, source in layouts.items():
@@ -38,6 +41,9 @@ def configurations(net: nn.Module, x: Tensor, compiled: bool) -> dict[str, nn.Mo
                 continue
             if sj_tac.plan(net, policy, k, example_input=x[:, :1]).converted:
                 found[f"sj_tac {policy} k={k}{suffix}"] = sj_tac.convert(layouts[suffix], policy, k, example_input=x[:, :1])
+    for k in KS if autocast else ():
+        half = sj_tac.convert(layouts[measure.LAST], "preserve", k, dtype=torch.bfloat16)
+        found[f"sj_tac bfloat16 preserve k={k}{measure.LAST}"] = measure.OutsideAutocast(half)
     return found
 
 
@@ -55,7 +61,7 @@ def main() -> None:
             with measure.precision(options):
                 module(x)
 
-        found = configurations(net, x, options.compile)
+        found = configurations(net, x, options.compile, options.autocast)
         runs = {label: lambda module=module: timed(module) for label, module in found.items()}
         runs |= {name: measure.under(options, bare) for name, bare in measure.floors(net, x, KS).items()}
         ready = {}

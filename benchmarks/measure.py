@@ -75,6 +75,19 @@ def precision(options: argparse.Namespace) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=options.autocast)
 
 
+class OutsideAutocast(nn.Module):
+    """A net that is called outside of the autocast that the others are measured under."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            found: Tensor = self.net(x)
+            return found
+
+
 def under(options: argparse.Namespace, run: Callable[[], Any]) -> Callable[[], Any]:
     """``run`` under ``precision``."""
 

@@ -69,14 +69,18 @@ def norm_numbers(norm: Any) -> tuple[Tensor | None, Tensor | None, Tensor, Tenso
     return weight, bias, norm._buffers["running_mean"], norm._buffers["running_var"]
 
 
-def affine(norm: Any, known: Affine) -> tuple[Tensor, Tensor]:
-    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias."""
+def affine(norm: Any, known: Affine, watched: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Scale and shift [C] of a BatchNorm in eval mode, differentiable in its weight and bias.
+
+    ``watched``: whether something of torch's watches the call, where that was found out already.
+    """
     # norm_numbers, written out: small maps cost little more than the way to their kernel.
     held, buffers = norm._parameters, norm._buffers
     weight = held["weight"] if "weight" in held else norm.weight  # noqa: SIM401
     bias = held["bias"] if "bias" in held else norm.bias  # noqa: SIM401
     mean, var = buffers["running_mean"], buffers["running_var"]
-    numbers = var.device.type == "cpu" and var.dtype is torch.float32 and dispatch.is_plain(var)
+    numbers = var.device.type == "cpu" and var.dtype is torch.float32 and type(var) in dispatch.PLAIN
+    numbers = numbers and (dispatch.is_plain(var) if watched is None else not watched)
     if numbers and not (torch.is_grad_enabled() and dispatch.differentiates(weight, bias)):
         return known.of(norm.eps, mean, var, weight, bias)
     invstd = 1 / torch.sqrt(var + norm.eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,8 +144,10 @@ class DriveModule(Matchable):
 
         A large one may be run later, by the neuron behind it. ``x``: what ``frames`` were made of; ``wanted``: how.
         """
-        narrow, parameters = self.narrows(), cast(Any, self._parameters)
-        if not self._runs_parameters() or (self._tac.dtype is not None and (narrow is None or not _is_narrowed(frames))):
+        parameters: Any = self._parameters
+        dtype = self._tac.dtype
+        narrow = None if dtype is None else self.narrows()
+        if not self._runs_parameters() or (dtype is not None and (narrow is None or not _is_narrowed(frames))):
             return DriveModule._run(self, frames)
         large = 8 * frames.numel() * self.out_channels >= deferred.LARGE * self.in_channels
         if large or (frames.device.type in conv_fire.DEVICES and deferred.may_be_one(self, frames)):
@@ -235,7 +237,7 @@ class DriveModule(Matchable):
             found = found.reshape(x.steps, x.folded, *found.shape[1:])
         if isinstance(x, Spikes) and x.sums and not wanted.sums_nothing:
             drive.tell(x)
-        return wanted, drive.aggregate(found, wanted)
+        return wanted, found if wanted.sums_nothing else drive.aggregate(found, wanted)
 
     def _on_frames(self, x: Tensor) -> Tensor:
         """The definition: frames in, each group's drive as often as it has frames out."""

@@ -207,7 +207,7 @@ def may_be_one(conv: Any, frames: Tensor) -> bool:
 
 def _gains_in_parts(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether the output would be given back to the system in every call, on the CPU."""
-    on_cpu = weight.device.type == "cpu" and dtype in _WIDTHS
+    on_cpu = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and dtype in _WIDTHS
     return on_cpu and math.prod(shape) * _WIDTHS[dtype] >= LARGE and memory.mode() == memory.DEFAULT
 
 

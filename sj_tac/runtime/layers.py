@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.host import layer
+from sj_tac.host import dispatch, layer
 from sj_tac.kernels import backends, norm_map, reference
 from sj_tac.kernels.weighted_norm import weighted_batch_norm
 from sj_tac.kernels.weights import group_lengths
@@ -125,7 +125,8 @@ class NormModule(_LearningNorm):
         if not self.training and expression.affine is None:
             backend = getattr(x.maker, "backend", "auto")
             if held["_buffers"]["running_mean"].device.type == "cpu" and backend not in backends.ON_CUDA:
-                by = host.affine(self, self._tac._affine)
+                # A value came: the call is neither compiled, traced nor transformed.
+                by = host.affine(self, self._tac._affine, dispatch.profiling())
             else:
                 by = norm_map.affine(self, self._tac._affine, backend)
             mapped = SharedExpression(expression.held, expression.groups, by)

@@ -72,10 +72,21 @@ class Unit:
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
 
-    def wanted(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> Sums | None:
-        """What the planned reader will sum of the frames of ``groups``; None where it reads frames."""
-        found = self._sums_for(self.reader, groups, kind)
-        return None if found is None or found.sums_nothing else found
+    def wanted(self, groups: Groups, kind: tuple[torch.dtype, torch.device], direct: bool = False) -> Sums | None:
+        """What the planned reader, or the direct one, sums of the frames of ``groups``; None where that one reads frames.
+
+        The direct one reads single frames as sums, too.
+        """
+        reader = self.direct if direct else self.reader
+        conv: Any = reader() if reader is not None else None
+        if not isinstance(conv, DriveModule):
+            return None
+        if conv.__dict__.get("_step_mode") != "m" and not host.is_multi_step(conv):
+            return None
+        steps = single(sum(groups.steps)) if groups.frames is groups.steps else groups.stepwise()
+        found = conv._tac.wants(steps, kind, conv._parameters.get(LOGITS))
+        frames = found is None or (not direct and len(found.groups.steps) == len(found.of.steps))
+        return None if frames else found
 
     def narrow(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> tuple[Sums, torch.dtype] | None:
         """What the one reader will sum, be it single frames, and the dtype in which it will read that; None where it is the
@@ -83,19 +94,8 @@ class Unit:
         """
         conv: Any = self.direct() if self.direct is not None and kind == _FLOAT32_ON_CPU else None
         dtype = conv.narrows() if isinstance(conv, DriveModule) else None
-        found = None if dtype is None else self._sums_for(self.direct, groups, kind)
+        found = None if dtype is None else self.wanted(groups, kind, True)
         return None if found is None or dtype is None else (found, dtype)
-
-    def _sums_for(
-        self, reader: weakref.ref[nn.Module] | None, groups: Groups, kind: tuple[torch.dtype, torch.device]
-    ) -> Sums | None:
-        conv: Any = reader() if reader is not None else None
-        if not isinstance(conv, DriveModule):
-            return None
-        if conv.__dict__.get("_step_mode") != "m" and not host.is_multi_step(conv):
-            return None
-        steps = single(sum(groups.steps)) if groups.frames is groups.steps else groups.stepwise()
-        return conv._tac.wants(steps, kind, conv._parameters.get(LOGITS))
 
     def mean_weights(self, means: Groups, kind: tuple[torch.dtype, torch.device]) -> tuple[Tensor, int]:
         """One weight for each step, whose sums are the means of ``means``; and steps in a whole group."""

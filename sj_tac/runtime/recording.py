@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,13 @@ from torch import Tensor
 
 from sj_tac.errors import StaleValueError
 from sj_tac.runtime.expressions import Expression
+
+
+@contextmanager
+def modes(recorded: bool, device: str) -> Iterator[None]:
+    """Outside inference mode and autocast, with autograd recording or not."""
+    with torch.inference_mode(False), torch.set_grad_enabled(recorded), torch.autocast(device, enabled=False):
+        yield
 
 
 class Birth:

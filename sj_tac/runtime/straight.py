@@ -145,16 +145,6 @@ def _options(pool: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _kinds(scale: Tensor | None, shift: Tensor | None) -> tuple[Any, ...] | None:
-    """What a launch knows of an affine map beside its numbers."""
-    if scale is None or shift is None:
-        return None
-    return (
-        scale.shape, scale.dtype, scale.device, scale.requires_grad,
-        shift.shape, shift.dtype, shift.device, shift.requires_grad,
-    )  # fmt: skip
-
-
 def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     """What a unit emits for drives that steps share; None where the long way must be taken.
 
@@ -170,7 +160,12 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
         v = None
     elif type(v) is not Tensor or v.shape != shape[1:] or v.dtype is not wide or v.requires_grad or v.device != device:
         return None
-    scale, shift = x.expression.affine or (None, None)
+    (scale, shift), affine = x.expression.affine or (None, None), None
+    if scale is not None and shift is not None:
+        affine = (
+            scale.shape, scale.dtype, scale.device, scale.requires_grad,
+            shift.shape, shift.dtype, shift.device, shift.requires_grad,
+        )  # fmt: skip
     residual = None if x.expression.residual is None else x.expression.residual.make()
     if residual is not None and not (
         type(residual) is Tensor and residual.dtype is dtype and not residual.requires_grad and residual.device == device
@@ -180,7 +175,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     w, added = node._parameters.get("w"), None if residual is None else residual.shape
     narrow = None if unit.direct is None else unit.narrow(groups, x.kind)
     wanted, emitted = (unit.wanted(groups, x.kind), dtype) if narrow is None else narrow
-    key = (groups, emitted, x.kind), shape, _kinds(scale, shift), added, numbers, pool, unit.backend
+    key = (groups, emitted, x.kind), shape, affine, added, numbers, pool, unit.backend
     if type(y) is Deferred:
         inputs = Inputs(None, v, residual, scale, shift, w)
         ran = _with_convolution(node, unit, inputs, y, wanted, key)
@@ -195,8 +190,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
         if found is NONE:
             return None
         out, last = found.launch(read, v, residual, (scale, shift), None if wanted is None else wanted.flat, w)
-        if y is not None:
-            inputs = inputs._replace(y=None)
+        inputs = inputs if y is None else inputs._replace(y=None)
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None

@@ -7,8 +7,8 @@ ordinary frames, made once. docs/how-it-works.md has the picture.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import torch
@@ -18,7 +18,7 @@ from sj_tac.errors import StaleValueError
 from sj_tac.runtime.expressions import Expression, SharedExpression
 from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, writes
 from sj_tac.runtime.groups import Groups, Sums, single
-from sj_tac.runtime.recording import Birth, Born, Followed
+from sj_tac.runtime.recording import Birth, Born, Followed, modes
 
 below_functions = torch._C.DisableTorchFunctionSubclass
 
@@ -131,8 +131,21 @@ class Frames(Tensor):
                 self._made, self._watched = torch.ops.aten.alias(self), True
             self._as_made = self._followed = self._made._version
             return self._made
-        if self._viewed is None and self.maker is not None and not self.expression.made:
+        exist = self._viewed is None and self.expression.made
+        if self._viewed is None and self.maker is not None and not exist:
             self.maker.frames_made(reader)
+        if exist and self.folded is None:
+            made: Tensor = self.expression.frames  # type: ignore[attr-defined]
+        else:
+            made = self._make(reader)
+        self._made = made
+        self._as_made = self._followed = made._version
+        if self._birth is not None:
+            self._birth.frames, self._birth.version = made, made._version
+        return made
+
+    def _make(self, reader: str) -> Tensor:
+        """The frames, as they would have been made where the value was born."""
         with _as_at_birth(self):
             if self._viewed is not None:
                 made = self._viewed[2](self._viewed[0].frames(reader))
@@ -141,10 +154,6 @@ class Frames(Tensor):
                 made = made if self.folded is None else made.flatten(0, 1)
             if made.is_inference():
                 made = made.clone()  # an ordinary tensor, whose writes are counted
-        self._made = made
-        self._as_made = self._followed = made._version
-        if self._birth is not None:
-            self._birth.frames, self._birth.version = made, made._version
         return made
 
     def frames_of_its_own(self, reader: str) -> None:
@@ -226,18 +235,12 @@ def _below(x: Any) -> Any:
     return (made.flatten(0, 1) if x.folded is not None else made).detach()
 
 
-@contextmanager
-def _modes(recorded: bool, device: str) -> Iterator[None]:
-    with torch.inference_mode(False), torch.set_grad_enabled(recorded), torch.autocast(device, enabled=False):
-        yield
-
-
 def _as_at_birth(value: Frames) -> AbstractContextManager[None]:
     """Frames are made under the gradient mode of the value's birth, outside autocast and inference mode."""
     plain = not torch.is_autocast_enabled(value.kind[1].type) and not torch.is_inference_mode_enabled()
     if plain and torch.is_grad_enabled() == value._recorded:
         return nullcontext()
-    return _modes(value._recorded, value.kind[1].type)
+    return modes(value._recorded, value.kind[1].type)
 
 
 class Shared(Frames):
