@@ -29,6 +29,8 @@ from sj_tac.kernels.cpu.steps import (
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.cpu.tiles import (
     TILE,
+    ask_for,
+    ask_for_output,
     counts,
     following,
     geometry,
@@ -241,12 +243,15 @@ def backward(begin, end, arriving, slopes, layout, gradients):
             t = 0
             for g in range(lengths.size):
                 load(y, g * size, tile, stop, b, X, affine, layout)
+                if g + 1 < lengths.size:
+                    ask_for(y, (g + 1) * size, tile, stop, layout, False)
                 for _ in range(lengths[g]):
                     _recompute_any(b, full, h, t, slopes, linear[g, 0], linear[g, 1])
                     t += 1
             for g in range(lengths.size - 1, -1, -1):
                 beta, gamma = linear[g, 0], linear[g, 1]
                 beta_sum, gamma_sum = zero, zero
+                ask_for(gy, g * size, tile, stop, layout, True)
                 b[GX : GX + SPAN] = zero
                 for which in range(2):
                     if (scale.size > 0) if which else need_linear:
@@ -256,6 +261,8 @@ def backward(begin, end, arriving, slopes, layout, gradients):
                     t -= 1
                     w = weights[t] if weights.size else one
                     frame = t // group * emitted
+                    if frame:
+                        ask_for_output(go, frame - emitted + (first if is_odd(layout) else tile), n, False)
                     if is_odd(layout):
                         _to_spikes_of_odd(go, (frame + first, slots[:whole]), w, b, n, (h, t), slopes, layout)
                         if weights.size:

@@ -27,7 +27,7 @@ from sj_tac.kernels.cpu.steps import (
     charged,
     lean,
 )
-from sj_tac.kernels.cpu.tiles import TILE, copy, counts, in_windows, is_odd, load, put_out, store
+from sj_tac.kernels.cpu.tiles import TILE, ask_for, ask_for_output, copy, counts, in_windows, is_odd, load, put_out, store
 
 # Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
 # Constants, so that the compiler knows that they do not overlap.
@@ -108,6 +108,10 @@ def forward(begin, end, inputs, neuron, layout, outputs):
         t = 0
         for g in range(lengths.size):
             load(y, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)
+            if g + 1 < lengths.size:
+                ask_for(y, (g + 1) * size, start, stop, layout, False)
+            elif stop < end:
+                ask_for(y, FIRST, stop, min(stop + capacity, end), layout, False)
             for _ in range(lengths[g]):
                 if residual.size:
                     load(residual, t * size, start, stop, b, X, none, layout)
@@ -121,6 +125,8 @@ def forward(begin, end, inputs, neuron, layout, outputs):
                 t += 1
                 if t % group == 0 or t == steps:
                     frame = (t - 1) // group * emitted
+                    if t < steps:
+                        ask_for_output(out, frame + emitted + (first if is_odd(layout) else start), n, True)
                     if is_odd(layout):
                         for j in range(whole):
                             out[np.uintp(frame + first + j)] = narrowed(b[np.uintp(SUM + slots[j])], out)

@@ -14,6 +14,7 @@ from numba.extending import overload
 
 from sj_tac.kernels.cpu.arguments import Neurons, Windows
 from sj_tac.kernels.cpu.halves import narrowed, widened
+from sj_tac.kernels.cpu.prefetch import LINE, prefetch, prefetch_to_write
 from sj_tac.kernels.cpu.steps import lean
 
 # Slots of a tile of windows, whose four corners have a piece of the buffer each; a tile of neurons has four times as many.
@@ -245,6 +246,43 @@ def load(source, offset, begin, end, out, at, affine, layout):
                 _read_pairs(source, np.uintp(p), out, np.uintp(q), np.uintp(q + TILE), m, affine, c)
         slot, place = slot + n, 0
         i, line, channel = following(i, runs, line, channel, channels)
+
+
+@lean()
+def ask_for(source, offset, begin, end, layout, writes):
+    """Have memory bring what ``load`` of the same will read, or ``store`` write, where processors do not see it coming.
+
+    They do along the rows of a map: windows, contiguous.
+    """
+    last, channels = layout.last, layout.channels
+    if in_windows(layout) and not last:
+        return
+    run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
+    place, i, line, channel = locate(begin, run, runs, channels)
+    step = LINE // source.itemsize
+    slot = begin
+    while slot < end:
+        n = min(run - place, end - slot)
+        start = offset + line * to_line + i * to_run + place * to_slot
+        for corner in range(4 if in_windows(layout) else 1):
+            first = start + corner % 2 * right + corner // 2 * below
+            for j in range(0, n, step):
+                if writes:
+                    prefetch_to_write(source, first + j)
+                else:
+                    prefetch(source, first + j)
+        slot, place = slot + n, 0
+        i, line, channel = following(i, runs, line, channel, channels)
+
+
+@lean()
+def ask_for_output(out, start, n, writes):
+    """Have memory bring ``n`` numbers of the output, or of its gradient, which lie side by side."""
+    for j in range(0, n, LINE // out.itemsize):
+        if writes:
+            prefetch_to_write(out, start + j)
+        else:
+            prefetch(out, start + j)
 
 
 @lean()

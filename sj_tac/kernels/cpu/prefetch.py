@@ -1,0 +1,54 @@
+"""Lines of memory asked for ahead of time: what a tile reads and writes in one step lies far from that of the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+from numba.np import arrayobj
+
+# Bytes of a line.
+LINE = 64
+
+
+def prefetch(array: Any, index: Any) -> None:
+    """Have the processor fetch the line of ``array[index]``, to be read; nothing follows from it but time."""
+
+
+def prefetch_to_write(array: Any, index: Any) -> None:
+    """The same of a line that will be written."""
+
+
+def _fetching(write: int) -> Any:
+    """What Numba compiles either to: LLVM's own instruction, which never fails, wherever it points."""
+
+    @intrinsic
+    def fetching(_typing, array, index):
+        def codegen(context, builder, signature, values):
+            data = arrayobj.make_array(signature.args[0])(context, builder, values[0]).data  # type: ignore[no-untyped-call]
+            number = ir.IntType(32)
+            place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(8).as_pointer())
+            kinds = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+            fetch = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kinds)
+            # Behind the place: to be written or not, to be kept near, data.
+            builder.call(fetch, [place, number(write), number(3), number(1)])
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp), codegen
+
+    return fetching
+
+
+_read, _write = _fetching(0), _fetching(1)
+
+
+@overload(prefetch)
+def _prefetch(array, index):
+    return lambda array, index: _read(array, index)
+
+
+@overload(prefetch_to_write)
+def _prefetch_to_write(array, index):
+    return lambda array, index: _write(array, index)
