@@ -10,7 +10,7 @@ from benchmarks.tables import plus_minus, read, rows
 
 NOT_RUN = "not run"
 SEPARATE, EAGER = "T separate calls (the paper's baseline)", "SpikingJelly eager"
-STUDIES = {"mnist": "study-mnist-long-2026-11-23.json", "fashion": "study-fashion-mnist-long-2026-11-23.json"}
+STUDIES = {"mnist": "study-mnist-long-2026-11-24.json", "fashion": "study-fashion-mnist-long-2026-11-24.json"}
 STEPS = "paper-steps-cpu-kept-memory-2026-11-24.json"
 GESTURES = "study-gestures-2026-11-20.json"
 SPARSITY = "sparsity-cpu-2026-11-20.json"
