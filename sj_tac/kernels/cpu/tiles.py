@@ -264,6 +264,8 @@ def ask_for(source, offset, begin, end, layout, writes):
     while slot < end:
         n = min(run - place, end - slot)
         start = offset + line * to_line + i * to_run + place * to_slot
+        if is_odd(layout):
+            start -= _edge(place, n, i, line, layout)[0]
         for corner in range(4 if in_windows(layout) else 1):
             first = start + corner % 2 * right + corner // 2 * below
             for j in range(0, n, step):
