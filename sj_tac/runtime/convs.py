@@ -49,8 +49,8 @@ def check_frames(x: Tensor, inner: Any, name: str) -> None:
         )
 
 
-def _is_narrowed(frames: Tensor) -> bool:
-    """Whether frames are such as a layer of another dtype rounds, or as were made for it."""
+def _can_be_rounded(frames: Tensor) -> bool:
+    """Whether a layer of another dtype may take frames as they are: ordinary ones of float32, or of what was made for it."""
     return type(frames) is Tensor and frames.device.type == "cpu" and frames.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -147,7 +147,7 @@ class DriveModule(Matchable):
         parameters: Any = self._parameters
         dtype = self._tac.dtype
         narrow = None if dtype is None else self.narrows()
-        if not self._runs_parameters() or (dtype is not None and (narrow is None or not _is_narrowed(frames))):
+        if not self._runs_parameters() or (dtype is not None and (narrow is None or not _can_be_rounded(frames))):
             return DriveModule._run(self, frames)
         large = 8 * frames.numel() * self.out_channels >= deferred.LARGE * self.in_channels
         if large or (frames.device.type in conv_fire.DEVICES and deferred.may_be_one(self, frames)):

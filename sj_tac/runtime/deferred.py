@@ -142,12 +142,12 @@ class Narrow:
         raw: as it was computed. The others are ``Deferred``'s.
     """
 
-    __slots__ = ("by", "device", "dtype", "made", "one", "raw", "shape")
+    __slots__ = ("device", "dtype", "made", "one", "raw", "shape")
 
     def __init__(self, raw: Tensor, dtype: torch.dtype) -> None:
         self.raw, self.dtype, self.shape, self.device = raw, dtype, raw.shape, raw.device
         self.made: Tensor | None = None
-        self.one = self.by = None
+        self.one = None
 
     def make(self) -> Tensor:
         """The output in the net's dtype."""
@@ -250,14 +250,17 @@ def is_own(conv: Any) -> bool:
         and (bias is None or (type(bias) in dispatch.PLAIN and bias.dtype is torch.float32))
         and weight.device.type == "cpu"
         and weight.dtype is torch.float32
-        and (type(conv)._conv_forward, F.conv2d) == _OWN
-        and "_conv_forward" not in conv.__dict__
+        and _calls_torchs(conv)
     )
+
+
+def _calls_torchs(conv: Any) -> bool:
+    """Whether the way from a Conv2d's forward to torch's convolution is torch's own."""
+    return (type(conv)._conv_forward, F.conv2d) == _OWN and "_conv_forward" not in conv.__dict__
 
 
 def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None) -> bool:
     """True where the convolution is torch's own on ordinary tensors, and nobody differentiates or watches it."""
-    kind = type(conv)
     return (
         not torch.is_grad_enabled()
         and not dispatch.profiling()
@@ -269,8 +272,7 @@ def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, na
         and all(t.device == frames.device and t.layout is torch.strided for t in (frames, weight))
         and frames.dtype in (weight.dtype, narrow)
         and (bias is None or (bias.dtype is weight.dtype and bias.device == frames.device))
-        and (kind._conv_forward, F.conv2d) == _OWN
-        and "_conv_forward" not in conv.__dict__
+        and _calls_torchs(conv)
     )
 
 

@@ -85,8 +85,9 @@ class Unit:
             return None
         steps = single(sum(groups.steps)) if groups.frames is groups.steps else groups.stepwise()
         found = conv._tac.wants(steps, kind, conv._parameters.get(LOGITS))
-        frames = found is None or (not direct and len(found.groups.steps) == len(found.of.steps))
-        return None if frames else found
+        if found is None or direct or len(found.groups.steps) != len(found.of.steps):
+            return found
+        return None
 
     def narrow(self, groups: Groups, kind: tuple[torch.dtype, torch.device]) -> tuple[Sums, torch.dtype] | None:
         """What the one reader will sum, be it single frames, and the dtype in which it will read that; None where it is the

@@ -230,7 +230,7 @@ def backward(begin, end, arriving, slopes, layout, gradients):
             full = (corners - 1) * TILE + n
             if n < capacity:
                 b[:] = zero
-            whole, first = put_out(tile, stop, slots, layout) if is_odd(layout) else (0, 0)
+            whole, first = put_out(tile, stop, slots, layout) if is_odd(layout) else (n, tile)
             b[V : V + SPAN] = rest
             # One call in a loop instead of two: the compiler copies `load` into every place that calls it.
             for which in range(2):
@@ -262,13 +262,13 @@ def backward(begin, end, arriving, slopes, layout, gradients):
                     w = weights[t] if weights.size else one
                     frame = t // group * emitted
                     if frame:
-                        ask_for_output(go, frame - emitted + (first if is_odd(layout) else tile), n, False)
+                        ask_for_output(go, frame - emitted + first, whole, False)
                     if is_odd(layout):
                         _to_spikes_of_odd(go, (frame + first, slots[:whole]), w, b, n, (h, t), slopes, layout)
                         if weights.size:
                             g_weights[chunk, t] += _dot(b, np.uintp(SG), b, np.uintp(FIRED), np.uintp(n), zero)
                     else:
-                        start = np.uintp(frame + tile)
+                        start = np.uintp(frame + first)
                         _to_spikes(go, start, w, b, n, (h, t), layout, slopes)
                         if weights.size:
                             g_weights[chunk, t] += _dot(go, start, b, np.uintp(FIRED), np.uintp(n), zero)

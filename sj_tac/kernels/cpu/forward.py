@@ -100,7 +100,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
     for start in range(begin, end, capacity):
         stop = min(start + capacity, end)
         n = stop - start
-        whole, first = put_out(start, stop, slots, layout) if is_odd(layout) else (0, 0)
+        whole, first = put_out(start, stop, slots, layout) if is_odd(layout) else (n, start)
         if v0.size:
             load(v0, FIRST, start, stop, b, V, none, layout)
         else:
@@ -126,10 +126,10 @@ def forward(begin, end, inputs, neuron, layout, outputs):
                 if t % group == 0 or t == steps:
                     frame = (t - 1) // group * emitted
                     if t < steps:
-                        ask_for_output(out, frame + emitted + (first if is_odd(layout) else start), n, True)
+                        ask_for_output(out, frame + emitted + first, whole, True)
                     if is_odd(layout):
                         for j in range(whole):
                             out[np.uintp(frame + first + j)] = narrowed(b[np.uintp(SUM + slots[j])], out)
                     else:
-                        copy(b, np.uintp(SUM), out, np.uintp(frame + start), np.uintp(n))
+                        copy(b, np.uintp(SUM), out, np.uintp(frame + first), np.uintp(whole))
         store(b, V, v_out, FIRST, start, stop, layout)
