@@ -1,22 +1,31 @@
 """First layers, of few input channels, which one kernel may convolve and fire: what is compiled, counted and measured.
 
-That kernel is off unless the environment asks for it (docs/gpu.md).
+    python -m benchmarks.first_layer [--keep-memory]    # on the CPU: layers run by one kernel, and in two
+
+On CUDA that kernel is off unless the environment asks for it (docs/gpu.md); benchmarks.gpu measures there.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from datetime import date
+from typing import Any, NamedTuple
 
 import torch
-from spikingjelly.activation_based import layer, neuron, surrogate
+from rich.console import Console
+from rich.table import Table
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 import sj_tac
+from benchmarks.measure import RESULTS, interleaved, parsed, parser
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import RUNS
+from sj_tac.support import machine
 
 
 class Case(NamedTuple):
@@ -39,6 +48,21 @@ CASES = {
     "2 -> 64, 3x3, no pool": Case(2, 64, 3, 1, 128, None),
     "3 -> 64, 7x7 stride 2, 3x3 pool": Case(3, 64, 7, 2, 224, (3, 2, 1)),
 }
+
+# On the CPU, of batches of 4.
+ON_CPU = {
+    "2 -> 128, 3x3, 64 x 64, 2x2 pool": Case(2, 128, 3, 1, 64, (2, 2, 0)),
+    "2 -> 64, 3x3, 64 x 64, 2x2 pool": Case(2, 64, 3, 1, 64, (2, 2, 0)),
+    "2 -> 64, 3x3, 64 x 64, no pool": Case(2, 64, 3, 1, 64, None),
+    "2 -> 16, 3x3, 64 x 64, 2x2 pool": Case(2, 16, 3, 1, 64, (2, 2, 0)),
+    "3 -> 64, 3x3, 32 x 32, no pool": Case(3, 64, 3, 1, 32, None),
+    "2 -> 12, 5x5, 34 x 34, 2x2 pool": Case(2, 12, 5, 1, 34, (2, 2, 0)),
+    "2 -> 64, 5x5, 64 x 64, 2x2 pool": Case(2, 64, 5, 1, 64, (2, 2, 0)),
+    "3 -> 64, 7x7 stride 2, 64 x 64, no pool": Case(3, 64, 7, 2, 64, None),
+    "1 -> 64, 3x3, 28 x 28, 2x2 pool": Case(1, 64, 3, 1, 28, (2, 2, 0)),
+    "2 -> 64, 3x3, 8 x 8, 2x2 pool": Case(2, 64, 3, 1, 8, (2, 2, 0)),
+}
+KS = (1, 2, 4)
 
 
 def source(case: Case, bias: bool = False) -> nn.Sequential:
@@ -81,3 +105,64 @@ def asked(said: str) -> Iterator[None]:
             del os.environ[conv_fire.VARIABLE]
         else:
             os.environ[conv_fire.VARIABLE] = before
+
+
+def layer_alone(case: Case, k: int) -> Callable[[str], Tensor]:
+    """A call of the first layer, in channels_last, that makes sums for the second one: in one kernel ("1") or not ("0").
+
+    It gives the last voltages.
+    """
+    net, x = converted(case, torch.float32, k, "cpu", 4)
+    net = net.to(memory_format=torch.channels_last)
+    x = x.movedim(2, -1).contiguous().movedim(-1, 2)
+
+    def run(said: str) -> Tensor:
+        functional.reset_net(net)
+        value: Any = x
+        with asked(said):
+            for module in net[:-2]:
+                value = module(value)
+        voltages: Tensor = net[2].v
+        return voltages
+
+    return run
+
+
+def rows(rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of each layer in two kernels and in one, by k. Raises RuntimeError where their voltages differ."""
+    found = []
+    for name, case in ON_CPU.items():
+        row: dict[str, Any] = {"name": name}
+        for k in KS:
+            run = layer_alone(case, k)
+            two = run("0")
+            before = runs()
+            if not torch.equal(two, run("1")):
+                raise RuntimeError(f"{name}, k={k}: other voltages in one kernel than in two")
+            row[f"taken k={k}"] = runs() > before
+            timed = {said: lambda run=run, said=said: run(said) for said in "01"}
+            seconds = interleaved(timed, rounds, f"{name}, k={k}")
+            row[f"two k={k}"], row[f"one k={k}"] = (round(1e3 * statistics.median(seconds[said]), 2) for said in "01")
+        found.append(row)
+    return found
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure, show and save."""
+    options = parsed(parser(__doc__ or ""))
+    found = rows(options.rounds)
+    table = Table(title="A first layer in two kernels and in one, ms", title_justify="left")
+    for column in ("layer", *(f"k={k}" for k in KS)):
+        table.add_column(column)
+    for row in found:
+        cells = (f"{row[f'two k={k}']} -> {row[f'one k={k}']}" if row[f"taken k={k}"] else "not taken" for k in KS)
+        table.add_row(row["name"], *cells)
+    Console().print(table)
+    path = options.out or RESULTS / f"first-layer-cpu{'-kept-memory' * options.keep_memory}-{date.today()}.json"
+    content = {"kind": "first_layer", "rounds": options.rounds, "machine": machine.describe(), "rows": found}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -57,4 +57,18 @@ def steps(content: dict[str, Any]) -> str:
     return about + rows(["", "ms", "to SpikingJelly"], lines)
 
 
-TABLES = {"measured": measured, "compared": compared, "steps": steps}
+def first_layer(content: dict[str, Any]) -> str:
+    """First layers in two kernels and in one, by k; nothing where one kernel is not taken."""
+    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
+    ks = [key.removeprefix("one ") for key in content["rows"][0] if key.startswith("one ")]
+
+    def cell(row: dict[str, Any], k: str) -> str:
+        two, one = row[f"two {k}"], row[f"one {k}"]
+        return f"{two:.1f} / {one:.1f} = {two / one:.2f}x" if row[f"taken {k}"] else ""
+
+    lines = [[row["name"], *(cell(row, k) for k in ks)] for row in content["rows"]]
+    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory} Milliseconds.\n\n"
+    return about + rows(["layer, in two kernels / in one", *ks], lines)
+
+
+TABLES = {"measured": measured, "compared": compared, "steps": steps, "first_layer": first_layer}

@@ -150,7 +150,7 @@ class DriveModule(Matchable):
         if not self._runs_parameters() or (dtype is not None and (narrow is None or not _can_be_rounded(frames))):
             return DriveModule._run(self, frames)
         large = 8 * frames.numel() * self.out_channels >= deferred.LARGE * self.in_channels
-        if large or (frames.device.type in conv_fire.DEVICES and deferred.may_be_one(self, frames)):
+        if large or (self.in_channels <= conv_fire.FEW and deferred.may_be_one(self, frames)):
             # Sums are nobody else's, where anything was summed at all.
             owned = self._tac.ran == "sums" or (wanted is not None and not wanted.sums_nothing)
             later = deferred.defer(self, x, frames, owned, narrow)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sj_tac.host import dispatch
 from sj_tac.kernels import reference
 from sj_tac.kernels.gpu import conv_fire
-from sj_tac.kernels.layout import is_channels_last
+from sj_tac.kernels.layout import empty, is_channels_last
 from sj_tac.runtime.expressions import Expression, Made
 from sj_tac.runtime.values import Frames, Shared
 from sj_tac.support import memory
@@ -40,6 +40,9 @@ FEWEST, FEWEST_OF_FEW, FEW = 64, 32, 4
 # A copy of the weights, or of an input that is somebody else's, may cost this share of the output. In one kernel the output
 # is neither written nor read, which pays for a larger copy.
 SHARE, SHARE_IN_ONE = 8, 2
+
+# Numbers of an output from which on one kernel is faster on the CPU.
+LARGE_FOR_ONE = 1 << 18
 
 # What a Conv2d's forward calls, as long as nobody has patched or overridden it.
 _OWN = nn.Conv2d._conv_forward, F.conv2d
@@ -66,7 +69,8 @@ class Deferred:
 
     Attributes:
         shape, dtype, device: of the output. made: the output, once somebody has asked for the whole of it.
-        one: what one kernel convolves, which runs the neuron as well, or None; by: that kernel's launch, once it has run.
+        one: what one kernel convolves, which runs the neuron as well, or None; by: on CUDA, that kernel's launch, once it
+            has run: drives that are read later are its own.
     """
 
     __slots__ = ("_bias", "_frames", "_narrow", "_options", "_weight", "by", "device", "dtype", "made", "one", "shape")
@@ -78,7 +82,7 @@ class Deferred:
         bias: Tensor | None,
         options: Options,
         shape: Any,
-        one: conv_fire.Convolution | None = None,
+        one: conv_fire.Convolution | Any = None,
         narrow: torch.dtype | None = None,
     ) -> None:
         self._frames, self._options, self._narrow = frames, options, narrow or weight.dtype
@@ -103,7 +107,9 @@ class Deferred:
             return conv_fire.Convolved(self._whole_frames(), self._weight, self._bias)
 
     def stand_in(self) -> Tensor:
-        """A tensor of the output's shape, dtype and device that takes no memory; its numbers mean nothing."""
+        """A tensor of the output's shape, dtype and device whose numbers mean nothing, and whose memory nobody touches."""
+        if self.device.type not in conv_fire.DEVICES:  # one that lies as the output does
+            return empty(self._weight, list(self.shape), True)
         return torch.empty(1, dtype=self.dtype, device=self.device).expand(self.shape)
 
     def _whole_frames(self) -> Tensor:
@@ -200,9 +206,10 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
 
 
 def may_be_one(conv: Any, frames: Tensor) -> bool:
-    """Whether one kernel may run it with the neuron behind it, by what is asked and the channels alone."""
-    few: bool = conv.in_channels <= conv_fire.FEW
-    return few and conv_fire.is_asked(frames.device)
+    """Whether one kernel may run it with the neuron behind it, by what is asked, the channels and the size of the input."""
+    few = conv.in_channels <= conv_fire.FEW
+    pays = frames.device.type in conv_fire.DEVICES or frames.numel() * conv.out_channels >= LARGE_FOR_ONE * conv.in_channels
+    return bool(few and pays) and conv_fire.is_asked(frames.device)
 
 
 def _gains_in_parts(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -211,14 +218,18 @@ def _gains_in_parts(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) ->
     return on_cpu and math.prod(shape) * _WIDTHS[dtype] >= LARGE and memory.mode() == memory.DEFAULT
 
 
-def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequence[int]) -> conv_fire.Convolution | None:
-    """What one kernel may convolve and fire, where it is asked for; None where it may not."""
+def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequence[int]) -> Any:
+    """What one kernel may convolve and fire; None where it may not."""
     if of.frames.shape[2] > conv_fire.FEW or not conv_fire.is_asked(of.frames.device):
         return None
     drive = conv._tac
     # Behind a collapse, neurons take their means another way; by the reference kernel nothing is fused at all.
     if drive.mode != "preserve" or drive.backend == reference.NAME:
         return None
+    if of.frames.device.type not in conv_fire.DEVICES:
+        from sj_tac.kernels.cpu import conv_launches  # it imports Numba
+
+        return conv_launches.convolution(*of, options, shape)
     return conv_fire.convolution(of, options, shape)
 
 

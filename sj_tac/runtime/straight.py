@@ -194,7 +194,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None
-    unit.ran, unit.convolved = found.launch.kernel, y is not None and y.one is not None
+    unit.ran, unit.convolved = found.launch.kernel, y is not None and y.one is not None and residual is None
     return _value(node, unit, found, wanted, (inputs, y), out)
 
 
@@ -204,7 +204,9 @@ def _with_convolution(
     """Run a convolution and the neuron behind it: what was prepared, with the shapes of all; the output; and the last
     voltages. None where no launch is made for these.
     """
-    by = _in_parts if drives.one is None else _in_one
+    # The kernel with a convolution in it takes no residual; on the CPU, parts are as good.
+    in_one = drives.one is not None and (inputs.residual is None or drives.device.type in conv_fire.DEVICES)
+    by = _in_one if in_one else _in_parts
     return by(node, unit, inputs, drives, wanted, key)
 
 
@@ -221,7 +223,7 @@ def _in_one(
     affine = inputs.scale, inputs.shift
     out, last = prepared.launch(drives.inputs(), inputs.v, None, affine, weights, inputs.w)
     # Whoever reads the drives, or frames, from now on gets those that the sums were made of.
-    drives.by = prepared.launch
+    drives.by = prepared.launch if drives.device.type in conv_fire.DEVICES else None
     return prepared, out, last
 
 
@@ -343,16 +345,16 @@ def _prepare(
     return Prepared(launch, wanted, lengths, window, inner, frames, emitted is not kind[0])
 
 
-def _launch(o: Operands, kernel: str, one: conv_fire.Convolution | None, emitted: torch.dtype) -> Launch | None:
+def _launch(o: Operands, kernel: str, one: Any, emitted: torch.dtype) -> Launch | None:
     """A launch of the kernel of this name, with a convolution in it or not; None of those on the CPU that are no tiles'."""
-    if one is not None:
-        return conv_fire.ConvLaunch(o, kernel, one) if kernel in backends.ON_CUDA else None
+    if one is not None and kernel in backends.ON_CUDA:
+        return conv_fire.ConvLaunch(o, kernel, one)
     if kernel in backends.ON_CUDA:
         from sj_tac.kernels.gpu import launches as on_cuda
 
         return on_cuda.Launch(o, kernel)
     if not in_tiles(o.y, o.pool, o.window) or overlap(o.pool, o.window):
         return None
-    from sj_tac.kernels.cpu import launches as on_cpu  # it imports Numba
+    from sj_tac.kernels.cpu import conv_launches, launches as on_cpu  # they import Numba
 
-    return on_cpu.Launch(o, emitted)
+    return on_cpu.Launch(o, emitted) if one is None else conv_launches.ConvLaunch(o, one, emitted)

@@ -29,6 +29,25 @@ extern "C" void convolve(const float* x, const float* w, float* y, const int* n)
                     y[((m * outputs + o) * high + r) * wide + c] = sum;
                 }
 }
+// The order of the CPU's kernel: frames [maps, height, width, inputs], weights [outputs, inputs, tall, broad]; of one
+// channel, columns before rows.
+extern "C" void convolve_rows(const float* x, const float* w, float* y, const int* n) {
+    const int maps = n[0], inputs = n[1], height = n[2], width = n[3], outputs = n[4], tall = n[5], broad = n[6];
+    const int down = n[7], along = n[8], high = (height - tall) / down + 1, wide = (width - broad) / along + 1;
+    for (int m = 0; m < maps; m++)
+        for (int o = 0; o < outputs; o++)
+            for (int r = 0; r < high; r++)
+                for (int c = 0; c < wide; c++) {
+                    float sum = 0.0f;
+                    for (int j = 0; j < tall * broad; j++) {
+                        const int a = inputs == 1 ? j % tall : j / broad, b = inputs == 1 ? j / tall : j % broad;
+                        for (int i = 0; i < inputs; i++)
+                            sum = fmaf(x[((m * height + r * down + a) * width + c * along + b) * inputs + i],
+                                       w[((o * inputs + i) * tall + a) * broad + b], sum);
+                    }
+                    y[((m * outputs + o) * high + r) * wide + c] = sum;
+                }
+}
 """
 
 
@@ -39,7 +58,12 @@ def plain():
     if not binary.exists():
         source.write_text(PLAIN)
         assert not (wrong := shim.build(source, "-o", binary)), wrong
-    return ctypes.CDLL(str(binary)).convolve
+    return ctypes.CDLL(str(binary))
+
+
+def last(x):
+    """The same numbers in channels_last."""
+    return x.movedim(-3, -1).contiguous().movedim(-1, -3)
 
 
 def drives_of(frames, weight, bias, stride, padding):
@@ -50,10 +74,24 @@ def drives_of(frames, weight, bias, stride, padding):
     map_ = [(size - kernel) // stride + 1 for size in x.shape[2:]]
     y = torch.empty(x.shape[0], w.shape[0], *map_)
     numbers = (ctypes.c_int * 7)(x.shape[0], x.shape[1], x.shape[2], x.shape[3], w.shape[0], kernel, stride)
-    plain()(*(ctypes.c_void_p(t.data_ptr()) for t in (x, w, y)), numbers)
+    plain().convolve(*(ctypes.c_void_p(t.data_ptr()) for t in (x, w, y)), numbers)
     if bias is not None:
         y += bias.float().view(-1, 1, 1)
     return y.to(frames.dtype).view(*frames.shape[:2], *y.shape[1:])
+
+
+def drives_in_rows(frames, weight, bias, stride, padding):
+    """The drives [G, N, C, H, W] of frames [G, N, C_in, H, W], to the last bit what the CPU's kernel promises."""
+    (down, along), (above, before) = stride, padding
+    x = F.pad(frames.flatten(0, 1), [before, before, above, above]).movedim(1, -1).contiguous()
+    maps, height, width, inputs = x.shape
+    outputs, _, tall, broad = weight.shape
+    y = torch.empty(maps, outputs, (height - tall) // down + 1, (width - broad) // along + 1)
+    numbers = (ctypes.c_int * 9)(maps, inputs, height, width, outputs, tall, broad, down, along)
+    plain().convolve_rows(*(ctypes.c_void_p(t.data_ptr()) for t in (x, weight.contiguous(), y)), numbers)
+    if bias is not None:
+        y += bias.view(-1, 1, 1)
+    return y.view(*frames.shape[:2], *y.shape[1:])
 
 
 def launch_of(call, of, stride, padding, launcher="cupy"):

@@ -1,7 +1,7 @@
-"""Nets whose convolutions run in one kernel with their neurons, on the stand-in for a CUDA device: the same numbers.
+"""Nets whose convolutions run in one kernel with their neurons, on the CPU and on the stand-in for a device.
 
-Weights are multiples of 1/16 and sums those of 2 or 4 frames with equal weights, so that every order of additions gives the
-same drives: what one kernel gives is compared to the last bit with the definition, which runs torch's own convolution.
+Weights are multiples of 1/16 and sums those of 2 or 4 frames with equal weights, so that every order of additions gives
+the same drives: what one kernel gives is compared to the last bit with the definition, which runs torch's own convolution.
 """
 
 import copy
@@ -17,24 +17,47 @@ from straight_cases import NEURONS, POOLS, awake, compare, each
 from torch import nn
 
 import sj_tac
+from sj_tac.kernels.cpu import conv_launches
 from sj_tac.kernels.gpu import conv_fire, launchers
 from sj_tac.kernels.layout import RUNS
+from sj_tac.runtime import deferred
 from sj_tac.runtime.borders import definition
 from sj_tac.runtime.deferred import Deferred
 from sj_tac.runtime.values import Shared, Spikes
 from tests.runtime.test_deferred import BETWEEN, Block
 
-pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
+
+class Here:
+    """Where a test runs: the CPU's kernel takes channels_last."""
+
+    on_cpu = False
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def device(monkeypatch, tmp_path):
     """A stand-in for a device on a machine whose environment asks for the kernel."""
+    if shim.MISSING:
+        pytest.skip(shim.MISSING)
     stub_cuda.machine(monkeypatch, tmp_path)
     stub_cuda.stand_in(monkeypatch)
     monkeypatch.setenv(conv_fire.VARIABLE, "1")
+    monkeypatch.setattr(Here, "on_cpu", False)
     yield stub_cuda.offer(monkeypatch, *launchers.NAMES)
     stub_cuda.forget()
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """The CPU, where maps of any size are taken, whatever torch's convolution does with the last bits."""
+    monkeypatch.delenv(conv_fire.VARIABLE, raising=False)
+    monkeypatch.setattr(Here, "on_cpu", True)
+    monkeypatch.setattr(deferred, "LARGE_FOR_ONE", 0)
+    monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
+
+
+@pytest.fixture(params=["cuda", "cpu"])
+def both(request):
+    request.getfixturevalue("device" if request.param == "cuda" else "cpu")
 
 
 def source(node=None, pool=None, layers=3, **options):
@@ -57,11 +80,16 @@ def source(node=None, pool=None, layers=3, **options):
 
 def converted(net, k=2, backend="auto"):
     policy = {"default": {"mode": "preserve", "k": k, "weights": "uniform"}}
-    return sj_tac.convert(net, policy, backend=backend)
+    return placed(sj_tac.convert(net, policy, backend=backend))
+
+
+def placed(net):
+    return net.to(memory_format=torch.channels_last) if Here.on_cpu else net
 
 
 def frames(steps=6, samples=2, size=16):
-    return (torch.rand(steps, samples, 2, size, size, generator=torch.Generator().manual_seed(1)) < 0.4).float()
+    x = (torch.rand(steps, samples, 2, size, size, generator=torch.Generator().manual_seed(1)) < 0.4).float()
+    return x.movedim(2, -1).contiguous().movedim(-1, 2) if Here.on_cpu else x
 
 
 def count():
@@ -88,7 +116,7 @@ def test_every_layer_of_few_channels_runs_in_one_kernel(device, node, pool, laun
     "options",
     [{"bias": True}, {"stride": 2}, {"kernel_size": 5, "padding": 2}, {"kernel_size": 7, "padding": 3, "bias": True}],
 )
-def test_options_of_the_convolution(options, k):
+def test_options_of_the_convolution(both, options, k):
     net, before = converted(source(**options), k), count()
     assert 0.02 < compare(net, frames(7)) < 0.9
     # Deeper maps of stride 2 are smaller than a copy of what they are made of.
@@ -96,7 +124,7 @@ def test_options_of_the_convolution(options, k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_nets(dtype):
+def test_half_nets(device, dtype):
     """Their drives are rounded as those that a convolution writes."""
     net, x = converted(source(pool=POOLS["2x2"])).to(dtype), frames(6).to(dtype)
     before = count()
@@ -123,7 +151,7 @@ class Still(nn.Module):
         return self.net(image.unsqueeze(0).repeat(6, 1, 1, 1, 1))
 
 
-def test_a_still_image_is_convolved_once():
+def test_a_still_image_is_convolved_once(device):
     image = frames(1)[0]
     net = sj_tac.convert(Still(source()), "exact", example_input=image)
     assert 0.02 < compare(net, image) < 0.9
@@ -137,7 +165,7 @@ def test_a_still_image_is_convolved_once():
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", BETWEEN.values(), ids=BETWEEN)
-def test_what_happens_between_the_convolution_and_its_neuron(change, mode, k, monkeypatch):
+def test_what_happens_between_the_convolution_and_its_neuron(both, change, mode, k, monkeypatch):
     """Hooks that look, that write into inputs, weights, drives and options: as in the same net without the kernel."""
     net, before = converted(source(), k), count()
     change(net)
@@ -155,7 +183,7 @@ def test_what_happens_between_the_convolution_and_its_neuron(change, mode, k, mo
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_residual_is_added_without_the_kernel(k):
+def test_a_residual_is_added_without_the_kernel(both, k):
     torch.manual_seed(0)
     net = Block()
     net.one, net.two = source(layers=1), source(layers=1)
@@ -168,7 +196,7 @@ def test_a_residual_is_added_without_the_kernel(k):
 
 @torch.no_grad()
 @pytest.mark.parametrize("pool", ["none", "2x2", "3x3"])
-def test_frames_that_are_read_later_are_those_that_the_sums_were_made_of(pool):
+def test_frames_that_are_read_later_are_those_that_the_sums_were_made_of(both, pool):
     """With weights whose drives another order of additions would round otherwise, and after they were changed."""
     net = source(pool=POOLS[pool], layers=2)
     for conv in each(net, nn.Conv2d):
@@ -192,7 +220,7 @@ def noisy(k=1):
 
 
 @torch.no_grad()
-def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on():
+def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on(device):
     net, x = noisy(), frames()
     drives = net[0](x)
     value = net[1](drives)
@@ -206,7 +234,7 @@ def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on():
 
 
 @torch.no_grad()
-def test_a_neuron_runs_on_the_drives_that_somebody_has_read():
+def test_a_neuron_runs_on_the_drives_that_somebody_has_read(both):
     net, x, before = noisy(), frames(), count()
     drives = net[0](x)
     theirs = F.conv2d(x.flatten(0, 1), net[0].weight, padding=1).view(drives.shape)
@@ -219,7 +247,7 @@ def test_a_neuron_runs_on_the_drives_that_somebody_has_read():
 
 
 @torch.no_grad()
-def test_two_neurons_read_one_convolution():
+def test_two_neurons_read_one_convolution(both):
     net, other = converted(source(layers=1)), converted(source(NEURONS["IF soft"], layers=1))
     before = count()
     value = net[1](net[0](frames()))
@@ -235,7 +263,7 @@ def test_two_neurons_read_one_convolution():
 
 
 @torch.no_grad()
-def test_a_neuron_under_autocast_behind_a_convolution_that_is_not():
+def test_a_neuron_under_autocast_behind_a_convolution_that_is_not(both):
     net = converted(source(layers=1))
     expected = net(frames())[:]
     functional.reset_net(net)
@@ -256,7 +284,7 @@ def taken(net, x):
     return type(held) is Deferred and held.one is not None
 
 
-def test_who_gets_no_kernel(monkeypatch):
+def test_who_gets_no_kernel(device, monkeypatch):
     """Gradients, autocast, a profiler, other memory formats and dtypes, overridden convolutions, backends: as before."""
     net, x = converted(source()), frames()
     assert taken(net, x)
@@ -281,7 +309,7 @@ def test_who_gets_no_kernel(monkeypatch):
     assert not taken(net, x)
 
 
-def test_no_more_than_four_channels():
+def test_no_more_than_four_channels(both):
     net = awake(layers=2)  # 2 -> 8 -> 8
     net, before = converted(net), count()
     with torch.no_grad():
@@ -289,7 +317,7 @@ def test_no_more_than_four_channels():
     assert count() == before + 1
 
 
-def test_gradients_go_the_ordinary_way():
+def test_gradients_go_the_ordinary_way(both):
     found = []
     for said in ("0", "1"):
         with pytest.MonkeyPatch.context() as patch:
@@ -304,7 +332,7 @@ def test_gradients_go_the_ordinary_way():
 @torch.no_grad()
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("pool", ["none", "2x2"])
-def test_spikes_are_those_of_the_definition_in_float64(pool, k):
+def test_spikes_are_those_of_the_definition_in_float64(both, pool, k):
     """Weights of any numbers, decay weights: but for spikes at the threshold, which rounding moves."""
     torch.manual_seed(0)
     net = awake(pool=POOLS[pool], layers=1)
@@ -317,7 +345,7 @@ def test_spikes_are_those_of_the_definition_in_float64(pool, k):
     torch.testing.assert_close(fast[2].v.double().median(), exact[2].v.median(), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_prepared_is_made_once_and_sees_every_change():
+def test_what_is_prepared_is_made_once_and_sees_every_change(both):
     net = converted(source(pool=POOLS["2x2"]))
     x = frames()
     compare(net, x)

@@ -36,6 +36,60 @@ class Inputs(NamedTuple):
     group: int
 
 
+class Convolved(NamedTuple):
+    """What drives are made of: channels_last frames of a few channels, and a convolution. All float32.
+
+    Attributes:
+        frames: [G * N * height * width * inputs], with the convolution's padding around each.
+        rows: [lines * taps * C] and a few more, the weights of each input of a window, in the order in which they are added;
+            bias: [C] and a few more, or empty.
+        inputs, height, width: channels and size of a frame, padded.
+        lines, taps: a window's rows and the inputs of each, or its columns and theirs; line, tap: numbers of a frame from
+            one to the next. down, along: strides.
+    """
+
+    frames: Array
+    rows: Array
+    bias: Array
+    inputs: int
+    height: int
+    width: int
+    lines: int
+    line: int
+    taps: int
+    tap: int
+    down: int
+    along: int
+
+
+class ConvolvedInputs(NamedTuple):
+    """What ``forward`` reads where drives are made on the way: ``Convolved`` in the place of ``Inputs.y``.
+
+    One behind the other, because Numba's threads take no tuple in a tuple. scale, shift: [C] and a few more, or empty.
+    """
+
+    frames: Array
+    rows: Array
+    bias: Array
+    inputs: int
+    height: int
+    width: int
+    lines: int
+    line: int
+    taps: int
+    tap: int
+    down: int
+    along: int
+    residual: Array
+    scale: Array
+    shift: Array
+    v0: Array
+    lengths: Array
+    linear: Array
+    weights: Array
+    group: int
+
+
 class Arriving(NamedTuple):
     """What ``backward`` reads: the gradients ``go`` of the output and ``gv`` of the last voltages, and as ``Inputs``."""
 

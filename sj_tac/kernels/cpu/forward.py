@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.convolving import ahead, bring
 from sj_tac.kernels.cpu.halves import narrowed
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
@@ -27,7 +28,7 @@ from sj_tac.kernels.cpu.steps import (
     charged,
     lean,
 )
-from sj_tac.kernels.cpu.tiles import TILE, ask_for, ask_for_output, copy, counts, in_windows, is_odd, load, put_out, store
+from sj_tac.kernels.cpu.tiles import TILE, ask_for_output, copy, counts, in_windows, is_odd, load, put_out, store
 
 # Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
 # Constants, so that the compiler knows that they do not overlap.
@@ -83,10 +84,11 @@ def forward(begin, end, inputs, neuron, layout, outputs):
 
     Args:
         begin, end: slots; threads share them (see threads.py), since each is computed alone.
-        inputs, neuron, outputs: Inputs, Neuron and Outputs; layout: Neurons, Windows or
+        inputs, neuron, outputs: Inputs or ConvolvedInputs, Neuron and Outputs; layout: Neurons, Windows or
             OddWindows (see arguments.py).
     """
-    y, residual, scale, shift, v0, lengths, linear, weights, group = inputs
+    residual, scale, shift, v0 = inputs.residual, inputs.scale, inputs.shift, inputs.v0
+    lengths, linear, weights, group = inputs.lengths, inputs.linear, inputs.weights, inputs.group
     out, v_out = outputs
     rest, one, zero = neuron.rest, neuron.one, neuron.zero
     b, slots = np.empty(4 * 4 * TILE, v_out.dtype), np.empty(TILE, np.intp)
@@ -107,11 +109,11 @@ def forward(begin, end, inputs, neuron, layout, outputs):
             b[V : 2 * V] = rest
         t = 0
         for g in range(lengths.size):
-            load(y, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)
+            bring(inputs, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)
             if g + 1 < lengths.size:
-                ask_for(y, (g + 1) * size, start, stop, layout, False)
+                ahead(inputs, (g + 1) * size, start, stop, layout)
             elif stop < end:
-                ask_for(y, FIRST, stop, min(stop + capacity, end), layout, False)
+                ahead(inputs, FIRST, stop, min(stop + capacity, end), layout)
             for _ in range(lengths[g]):
                 if residual.size:
                     load(residual, t * size, start, stop, b, X, none, layout)

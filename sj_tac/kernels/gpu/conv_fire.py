@@ -2,6 +2,7 @@
 
 The drives never reach memory. Whether that is faster than a library's convolution and ``fire`` behind it is not measured
 yet, so nothing takes it by itself: ``SJ_TAC_CONV_FIRE=1`` in the environment asks for it. How it works: src/conv_fire.cu.
+On the CPU it is measured, and taken but for ``SJ_TAC_CONV_FIRE=0``: kernels/cpu/conv_launches.py.
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ BLOCK, PLANE, ROW, DEEP = 256, 64, 32, 4
 
 
 def is_asked(device: torch.device) -> bool:
-    """Whether ``SJ_TAC_CONV_FIRE`` asks for the kernel on this device. Raises BackendError where it is neither 1 nor 0."""
-    if device.type not in DEVICES:
+    """Whether ``SJ_TAC_CONV_FIRE`` asks for the kernel on this device, on the CPU whether it does not forbid it.
+
+    Raises BackendError where it is neither 1 nor 0.
+    """
+    on_cuda = device.type in DEVICES
+    if not on_cuda and device.type != "cpu":
         return False
     said = os.environ.get(VARIABLE, "")
     if said not in ("", "0", "1"):
         raise BackendError(
-            f"{VARIABLE}={said!r} in the environment is neither 1 nor 0; 1 asks for convolution and fire in one CUDA kernel"
+            f"{VARIABLE}={said!r} in the environment is neither 1 nor 0; 1 asks for convolution and fire in one "
+            "CUDA kernel, 0 forbids it on the CPU"
         )
-    return said == "1"
+    return said == "1" or (said == "" and not on_cuda)
 
 
 class Convolution(NamedTuple):

@@ -1,0 +1,206 @@
+"""Convolution and ``fire`` in one kernel on the CPU, in channels_last, for frames of a few channels: a net's first layer.
+
+That convolution's output is the largest tensor of a net. Here it is never written: each tile's drives are made in front of
+its steps (convolving.py). They are those of torch's own convolution to the last bit where that takes its sums in the same
+order, which depends on the processor, the library and the shapes. So each shape is checked once, before the kernel runs:
+every number of torch's output on random frames and weights is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import config
+from torch import Tensor
+
+from sj_tac.kernels.cpu import convolving, forward
+from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, Outputs
+from sj_tac.kernels.cpu.launches import Launch
+from sj_tac.kernels.cpu.threads import flat, share
+from sj_tac.kernels.layout import RUNS
+from sj_tac.kernels.operands import Operands
+
+# Whether torch's convolution was found to be this one, by all that it depends on; how many of these are kept.
+_FOUND: dict[Any, bool] = {}
+KEPT = 256
+# Bytes of torch's output that are compared at most: of some samples where the batch has more.
+COMPARED = 1 << 26
+# Rows and columns of a filter at most.
+MOST = 7
+
+
+class Convolution(NamedTuple):
+    """A convolution that the kernel can run, on frames of one size.
+
+    Attributes:
+        inputs, height, width: channels and size of a frame. high, wide: of a window; down, along: its strides; above,
+            before: paddings, with zeros, on both sides. strides: of a frame, [C_in, H, W].
+        by_columns: whether a window is summed column by column, not row by row.
+    """
+
+    inputs: int
+    height: int
+    width: int
+    high: int
+    wide: int
+    down: int
+    along: int
+    above: int
+    before: int
+    biased: bool
+    strides: tuple[int, ...]
+    by_columns: bool = False
+
+
+def convolution(
+    frames: Tensor, filters: Tensor, bias: Tensor | None, options: Sequence[Any], shape: Sequence[int]
+) -> Convolution | None:
+    """The kernel's convolution for these tensors, of which torch's own gives the same drives; None where it has none.
+
+    Args:
+        frames: [G, N, C_in, H, W]; filters: [C, C_in, high, wide]; options: stride, padding, dilation and groups, as
+            torch.conv2d takes them; shape: of the output, [G, N, C, H, W].
+    """
+    (down, along), (above, before), dilation, groups = options
+    outputs, inputs, high, wide = filters.shape
+    fits = outputs > 1 and max(high, wide) <= MOST  # one channel of an output lies in both memory formats
+    plain = dilation == (1, 1) and groups == 1
+    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return None
+    if not (fits and plain and all(x is None or x.dtype is torch.float32 for x in (frames, filters, bias))):
+        return None
+    if not frames.numel() or shape[3] * shape[4] == 1 or not _lie_well(frames, filters):
+        return None
+    # The padding's zeros are multiplied as well, which adds nothing but where a weight is infinite or no number.
+    if not np.isfinite(filters.detach().numpy()).all():
+        return None
+    height, width = frames.shape[3:]
+    strides = frames.stride()[2:]
+    found = Convolution(inputs, height, width, high, wide, down, along, above, before, bias is not None, strides)
+    # Frames of one channel in channels_last are summed column by column, all others row by row.
+    orders = (found._replace(by_columns=True), found) if inputs == 1 else (found,)
+    return next((some for some in orders if _is_torchs(some, filters, options, shape)), None)
+
+
+def _lie_well(frames: Tensor, filters: Tensor) -> bool:
+    """Whether neither has gaps, and either may be channels_last, so that torch's output is."""
+    dense = all(x.is_contiguous() or x.movedim(-3, -1).is_contiguous() for x in (frames, filters))
+    return dense and 1 in (frames.stride(2), filters.stride(1))
+
+
+def _precision() -> Any:
+    """The arithmetic that torch's convolutions are allowed."""
+    getter: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+    named = None if getter is None else getter("mkldnn", "conv")
+    return named, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+
+
+def _is_torchs(conv: Convolution, filters: Tensor, options: Sequence[Any], shape: Sequence[int]) -> bool:
+    """Whether torch's convolution with filters of these shapes gives the kernel's drives to the last bit."""
+    groups, batch, *of_one = shape
+    samples = min(groups * batch, max(1, COMPARED // (4 * math.prod(of_one))))
+    enabled, threads = torch._C._get_mkldnn_enabled(), torch.get_num_threads()
+    key = conv, filters.shape[0], filters.stride(), samples, enabled, threads, _precision()
+    found = _FOUND.get(key)
+    if found is None:
+        if len(_FOUND) >= KEPT:
+            _FOUND.clear()
+        found = _FOUND[key] = _differing(conv, samples, filters, options) == 0
+    return found
+
+
+def _differing(conv: Convolution, samples: int, filters: Tensor, options: Sequence[Any]) -> int:
+    """How many drives of this many random frames are others than torch's; filters as these lie in memory."""
+    random = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        sizes = samples, conv.inputs, conv.height, conv.width
+        x = torch.empty_strided(sizes, (math.prod(sizes[1:]), *conv.strides)).normal_(generator=random)
+        w = torch.empty_strided(filters.shape, filters.stride()).normal_(generator=random)
+        bias = torch.empty(len(w)).normal_(generator=random) if conv.biased else None
+        y = torch.conv2d(x, w, bias, *options)
+    if not y.is_contiguous(memory_format=torch.channels_last):
+        return y.numel()
+    source = _convolved(conv, x[None], w, bias, y.shape[2:])
+    layout, found = Neurons(True, y.shape[2], y.shape[3], y.shape[1]), np.zeros(y.numel(), np.int64)
+    share(convolving.differing, y.numel(), y.numel() * 4, source, flat(y, True, y), layout, found)
+    return int(found.sum())
+
+
+def _convolved(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]) -> Convolved:
+    """What the kernel reads; ``map_``: size of the output."""
+    rows, columns = (size + size % 2 for size in map_)  # windows of 2 x 2 at the edge of an odd map are whole
+    high = max(conv.height + conv.above, (rows - 1) * conv.down + conv.high)
+    wide = max(conv.width + conv.before, (columns - 1) * conv.along + conv.wide)
+    inside = frames.movedim(2, -1)
+    if (high, wide) != (conv.height, conv.width):
+        room = torch.zeros(*frames.shape[:2], high, wide, conv.inputs)
+        room[:, :, conv.above : conv.above + conv.height, conv.before : conv.before + conv.width] = inside
+        inside = room
+    rows_of = torch.zeros(filters.numel() + convolving.LANES)
+    lines, line, taps, tap = conv.high, wide * conv.inputs, conv.wide * conv.inputs, 1
+    order = 2, 3, 1, 0
+    if conv.by_columns:
+        lines, line, taps, tap, order = conv.wide, 1, conv.high, wide, (3, 2, 1, 0)
+    ordered = filters.detach().permute(order)
+    rows_of[: -convolving.LANES].view(ordered.shape).copy_(ordered)
+    return Convolved(
+        inside.contiguous().numpy().reshape(-1), rows_of.numpy(), _with_room(bias), conv.inputs, high, wide,
+        lines, line, taps, tap, conv.down, conv.along,
+    )  # fmt: skip
+
+
+def _with_room(x: Tensor | None) -> Any:
+    """Numbers of channels, and behind them as many as a register may read."""
+    if x is None:
+        return np.empty(0, np.float32)
+    return np.concatenate([x.detach().numpy(), np.zeros(convolving.LANES)], dtype=np.float32)
+
+
+class ConvLaunch(Launch):
+    """Convolution and ``fire`` for operands like those it was made of; numbers in tensors may be others."""
+
+    __slots__ = ("conv", "filters", "map", "read")
+
+    def __init__(self, o: Operands, conv: Convolution, dtype: torch.dtype | None = None) -> None:
+        """``o.y`` only says what the drives are like. Raises ValueError as ``Launch``, and for a residual."""
+        super().__init__(o, dtype)
+        if not self.last or o.residual is not None or o.y.dtype is not torch.float32:
+            raise ValueError(
+                f"convolution and fire in one kernel got drives {list(o.y.shape)} of {o.y.dtype}, channels_last: "
+                f"{self.last}, a residual: {o.residual is not None}; it takes float32 in channels_last, and no residual"
+            )
+        self.conv, self.map = conv, o.y.shape[3:]
+        self.read = *o.y.shape[:2], conv.inputs, conv.height, conv.width
+        self.filters = o.y.shape[2], conv.inputs, conv.high, conv.wide
+
+    def __call__(
+        self,
+        y: Any,
+        v0: Tensor | None,
+        residual: Tensor | None,
+        affine: tuple[Tensor | None, Tensor | None],
+        *_: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As ``Launch``; ``y``: frames, filters and bias, in the place of drives; residual: None."""
+        frames, filters, bias = y
+        # The kernel reads without looking.
+        assert residual is None
+        assert (frames.shape, filters.shape, bias is not None) == (self.read, self.filters, self.conv.biased)
+        assert bias is None or bias.shape == self.filters[:1]
+        assert all(x is None or x.dtype is torch.float32 for x in y)
+        source = _convolved(self.conv, frames, filters, bias, self.map)
+        scales, shifts = (_with_room(x) for x in affine)
+        voltages = self.no_frames if v0 is None else flat(v0, True, frames)
+        assert scales.size == shifts.size == (self.affine and self.affine + convolving.LANES)
+        assert voltages.size in (0, self.frame)
+        out, v = torch.empty(self.out, dtype=self.dtype, device="cpu"), torch.empty(self.v, device="cpu")
+        put_out = (out.view(torch.int16) if self.dtype is torch.bfloat16 else out).numpy().reshape(-1)
+        read = ConvolvedInputs(*source, self.no_frames, scales, shifts, voltages, *self.rest)
+        written = Outputs(put_out, v.numpy().reshape(-1))
+        share(forward.forward, self.units, self.work, read, self.neuron, self.layout, written)
+        RUNS["conv_fire", "numba"] += 1
+        return out.movedim(-1, -3), v.movedim(-1, -3)
