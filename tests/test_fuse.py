@@ -64,7 +64,8 @@ def test_a_net_in_channels_last_stays_in_it(tasks, size, k):
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", fire)
-        patch.setattr(deferred, "LARGE", 1 << 60)  # each neuron once
+        patch.setattr(deferred, "LARGE", 1 << 60)  # each neuron once, on drives in memory
+        patch.setattr(deferred, "LARGE_FOR_ONE", 1 << 60)
         expected, got = unfused(x), fused(x)
     assert seen == [[True, True]] * len(sj_tac.report(fused).converted)
     assert expected.mean() > 0.01
