@@ -7,6 +7,7 @@ On CUDA that kernel is off unless the environment asks for it (docs/gpu.md); ben
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +23,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks.measure import RESULTS, interleaved, parsed, parser
+from benchmarks.measure import LAST, RESULTS, interleaved, parsed, parser
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import RUNS
 from sj_tac.support import machine
@@ -107,14 +108,13 @@ def asked(said: str) -> Iterator[None]:
             os.environ[conv_fire.VARIABLE] = before
 
 
-def layer_alone(case: Case, k: int) -> Callable[[str], Tensor]:
-    """A call of the first layer, in channels_last, that makes sums for the second one: in one kernel ("1") or not ("0").
+def layer_alone(case: Case, k: int, last: bool) -> Callable[[str], Tensor]:
+    """A call of the first layer that makes sums for the second one: in one kernel ("1") or not ("0").
 
-    It gives the last voltages.
+    ``last``: in channels_last. It gives the last voltages.
     """
     net, x = converted(case, torch.float32, k, "cpu", 4)
-    net = net.to(memory_format=torch.channels_last)
-    x = x.movedim(2, -1).contiguous().movedim(-1, 2)
+    net = net.to(memory_format=torch.channels_last) if last else net
 
     def run(said: str) -> Tensor:
         functional.reset_net(net)
@@ -131,10 +131,10 @@ def layer_alone(case: Case, k: int) -> Callable[[str], Tensor]:
 def rows(rounds: int) -> list[dict[str, Any]]:
     """Milliseconds of each layer in two kernels and in one, by k. Raises RuntimeError where their voltages differ."""
     found = []
-    for name, case in ON_CPU.items():
-        row: dict[str, Any] = {"name": name}
+    for (name, case), last in itertools.product(ON_CPU.items(), (False, True)):
+        row: dict[str, Any] = {"name": name + LAST * last}
         for k in KS:
-            run = layer_alone(case, k)
+            run = layer_alone(case, k, last)
             two = run("0")
             before = runs()
             if not torch.equal(two, run("1")):

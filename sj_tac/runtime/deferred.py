@@ -66,6 +66,7 @@ class Deferred:
 
     Args:
         narrow: the dtype that it computes and is handed on in, where that is not the output's own.
+        drive: what the layer knows, where ``one`` is given.
 
     Attributes:
         shape, dtype, device: of the output. made: the output, once somebody has asked for the whole of it.
@@ -73,7 +74,12 @@ class Deferred:
             has run: drives that are read later are its own.
     """
 
-    __slots__ = ("_bias", "_frames", "_narrow", "_options", "_weight", "by", "device", "dtype", "made", "one", "shape")
+    # fmt: off
+    __slots__ = (
+        "_bias", "_drive", "_frames", "_narrow", "_options", "_weight", "by", "device", "dtype", "made", "one",
+        "shape",
+    )
+    # fmt: on
 
     def __init__(
         self,
@@ -82,14 +88,15 @@ class Deferred:
         bias: Tensor | None,
         options: Options,
         shape: Any,
-        one: conv_fire.Convolution | Any = None,
+        one: Any = None,
         narrow: torch.dtype | None = None,
+        drive: Any = None,
     ) -> None:
         self._frames, self._options, self._narrow = frames, options, narrow or weight.dtype
         self._weight = _copy(weight, self._narrow)
         self._bias = None if bias is None else _copy(bias, self._narrow)
         self.shape, self.dtype, self.device = torch.Size(shape), weight.dtype, weight.device
-        self.one = one
+        self.one, self._drive = one, drive
         self.made: Tensor | None = None
         self.by: conv_fire.ConvLaunch | None = None
 
@@ -101,6 +108,11 @@ class Deferred:
             self.made = next(self.parts(self.shape[1], self.shape[2]))[1].to(self.dtype)
         return self.made
 
+    def decline(self) -> None:
+        """Tell the layer that no kernel runs this convolution with the neuron, so that the next call need not try."""
+        if self.device.type not in conv_fire.DEVICES:
+            self._drive.declined = self.one
+
     def inputs(self) -> conv_fire.Convolved:
         """Frames, weights and bias, for the kernel that convolves them."""
         with _as_called(self.device):
@@ -109,7 +121,7 @@ class Deferred:
     def stand_in(self) -> Tensor:
         """A tensor of the output's shape, dtype and device whose numbers mean nothing, and whose memory nobody touches."""
         if self.device.type not in conv_fire.DEVICES:  # one that lies as the output does
-            return empty(self._weight, list(self.shape), True)
+            return empty(self._weight, list(self.shape), self.one.last)
         return torch.empty(1, dtype=self.dtype, device=self.device).expand(self.shape)
 
     def _whole_frames(self) -> Tensor:
@@ -202,7 +214,7 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
     kept: Tensor | Expression | None = frames if owned else _kept(x, frames, most)
     if kept is None or weight.numel() > most:
         return None
-    return Deferred(kept, weight, bias, options, shape, one, narrow)
+    return Deferred(kept, weight, bias, options, shape, one, narrow, conv._tac)
 
 
 def may_be_one(conv: Any, frames: Tensor) -> bool:
@@ -229,7 +241,8 @@ def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequenc
     if of.frames.device.type not in conv_fire.DEVICES:
         from sj_tac.kernels.cpu import conv_launches  # it imports Numba
 
-        return conv_launches.convolution(*of, options, shape)
+        one = conv_launches.convolution(*of, options, shape)
+        return None if one == drive.declined else one
     return conv_fire.convolution(of, options, shape)
 
 

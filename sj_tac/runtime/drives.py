@@ -36,6 +36,7 @@ class Drive:
         backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
             "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
         matched: what its bias was corrected for, empty where it was not.
+        declined: the convolution that no kernel ran with the neuron behind it, in the last call that tried.
     """
 
     name: str
@@ -55,10 +56,11 @@ class Drive:
     made: Counter[str] = field(default_factory=Counter)
     told: bool = False
     matched: str = ""
+    declined: Any = field(default=None, repr=False)
     _cache: dict[Any, Sums] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cache": {}, "made": Counter(self.made)}
+        return self.__dict__ | {"_cache": {}, "declined": None, "made": Counter(self.made)}
 
     @property
     def fits(self) -> str:

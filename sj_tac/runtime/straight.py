@@ -52,6 +52,10 @@ class Launch(Protocol):
     def reads_weights(self) -> bool:
         """Whether the sums' weights and a PLIF's w are read in every call, or are numbers in the launch."""
 
+    @property
+    def convolves(self) -> bool:
+        """Whether it is given frames and weights in the place of drives."""
+
     def __call__(
         self,
         y: Any,
@@ -194,7 +198,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None
-    unit.ran, unit.convolved = found.launch.kernel, y is not None and y.one is not None and residual is None
+    unit.ran, unit.convolved = found.launch.kernel, found.launch.convolves
     return _value(node, unit, found, wanted, (inputs, y), out)
 
 
@@ -204,9 +208,7 @@ def _with_convolution(
     """Run a convolution and the neuron behind it: what was prepared, with the shapes of all; the output; and the last
     voltages. None where no launch is made for these.
     """
-    # The kernel with a convolution in it takes no residual; on the CPU, parts are as good.
-    in_one = drives.one is not None and (inputs.residual is None or drives.device.type in conv_fire.DEVICES)
-    by = _in_one if in_one else _in_parts
+    by = _in_parts if drives.one is None else _in_one
     return by(node, unit, inputs, drives, wanted, key)
 
 
@@ -214,10 +216,13 @@ def _in_one(
     node: Any, unit: Unit, inputs: Inputs, drives: Deferred, wanted: Sums | None, key: tuple[Any, ...]
 ) -> tuple[Prepared, Tensor, Tensor] | None:
     """``_with_convolution`` by one kernel."""
-    if drives.made is not None or inputs.residual is not None:  # somebody read the whole
+    if drives.made is not None:  # somebody read the whole
         return None
-    prepared = _prepared(unit, node, inputs, wanted, (*key, drives.one), drives)
+    prepared = NONE
+    if inputs.residual is None:
+        prepared = _prepared(unit, node, inputs, wanted, (*key, drives.one), drives)
     if prepared is NONE:
+        drives.decline()
         return None
     weights = None if wanted is None else wanted.flat
     affine = inputs.scale, inputs.shift
@@ -357,4 +362,6 @@ def _launch(o: Operands, kernel: str, one: Any, emitted: torch.dtype) -> Launch 
         return None
     from sj_tac.kernels.cpu import conv_launches, launches as on_cpu  # they import Numba
 
-    return on_cpu.Launch(o, emitted) if one is None else conv_launches.ConvLaunch(o, one, emitted)
+    if one is None:
+        return on_cpu.Launch(o, emitted)
+    return conv_launches.ConvLaunch(o, one, emitted) if one.last or o.pool != NO_POOL else None

@@ -29,8 +29,8 @@ extern "C" void convolve(const float* x, const float* w, float* y, const int* n)
                     y[((m * outputs + o) * high + r) * wide + c] = sum;
                 }
 }
-// The order of the CPU's kernel: frames [maps, height, width, inputs], weights [outputs, inputs, tall, broad]; of one
-// channel, columns before rows.
+// The order of the CPU's kernel: frames [maps, height, width, inputs], weights [outputs, inputs, tall, broad]; where
+// wanted, columns before rows.
 extern "C" void convolve_rows(const float* x, const float* w, float* y, const int* n) {
     const int maps = n[0], inputs = n[1], height = n[2], width = n[3], outputs = n[4], tall = n[5], broad = n[6];
     const int down = n[7], along = n[8], high = (height - tall) / down + 1, wide = (width - broad) / along + 1;
@@ -40,7 +40,7 @@ extern "C" void convolve_rows(const float* x, const float* w, float* y, const in
                 for (int c = 0; c < wide; c++) {
                     float sum = 0.0f;
                     for (int j = 0; j < tall * broad; j++) {
-                        const int a = inputs == 1 ? j % tall : j / broad, b = inputs == 1 ? j / tall : j % broad;
+                        const int a = n[9] ? j % tall : j / broad, b = n[9] ? j / tall : j % broad;
                         for (int i = 0; i < inputs; i++)
                             sum = fmaf(x[((m * height + r * down + a) * width + c * along + b) * inputs + i],
                                        w[((o * inputs + i) * tall + a) * broad + b], sum);
@@ -80,14 +80,14 @@ def drives_of(frames, weight, bias, stride, padding):
     return y.to(frames.dtype).view(*frames.shape[:2], *y.shape[1:])
 
 
-def drives_in_rows(frames, weight, bias, stride, padding):
+def drives_in_rows(frames, weight, bias, stride, padding, by_columns=False):
     """The drives [G, N, C, H, W] of frames [G, N, C_in, H, W], to the last bit what the CPU's kernel promises."""
     (down, along), (above, before) = stride, padding
     x = F.pad(frames.flatten(0, 1), [before, before, above, above]).movedim(1, -1).contiguous()
     maps, height, width, inputs = x.shape
     outputs, _, tall, broad = weight.shape
     y = torch.empty(maps, outputs, (height - tall) // down + 1, (width - broad) // along + 1)
-    numbers = (ctypes.c_int * 9)(maps, inputs, height, width, outputs, tall, broad, down, along)
+    numbers = (ctypes.c_int * 10)(maps, inputs, height, width, outputs, tall, broad, down, along, by_columns)
     plain().convolve_rows(*(ctypes.c_void_p(t.data_ptr()) for t in (x, weight.contiguous(), y)), numbers)
     if bias is not None:
         y += bias.view(-1, 1, 1)

@@ -15,7 +15,7 @@ from spikingjelly.activation_based import layer
 from support import NEURONS, node
 
 from sj_tac.kernels import fire as kernels
-from sj_tac.kernels.cpu import conv_launches, convolving
+from sj_tac.kernels.cpu import conv_launches
 from sj_tac.kernels.layout import RUNS, is_channels_last
 from sj_tac.kernels.weights import group_lengths
 
@@ -23,25 +23,29 @@ POOLS = [None, None, layer.MaxPool2d(2), layer.MaxPool2d(2, 2)]
 compiled = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 
 
-def convolved(inputs, outputs, kernel, frames, bias=True, density=1.0):
+def convolved(inputs, outputs, kernel, frames, bias=True, density=1.0, lies=last):
     """Frames [G, N, C_in, H, W] of which so many are not zero, weights whose drives are about 1, and a bias."""
     x = torch.rand(*frames[:2], inputs, *frames[2:])
     x = x * (torch.rand(x.shape) < density)
     weight = torch.randn(outputs, inputs, *kernel) * (5 / (inputs * kernel[0] * kernel[1] * density)) ** 0.5
-    weight = weight.to(memory_format=torch.channels_last) if inputs == 1 else weight  # frames of one channel lie in both
-    return last(x), weight, torch.randn(outputs) * 0.2 if bias else None
+    if inputs == 1 and lies is last:  # frames of one channel lie in both formats
+        weight = weight.to(memory_format=torch.channels_last)
+    return lies(x), weight, torch.randn(outputs) * 0.2 if bias else None
 
 
 def torchs(x, weight, bias, stride, padding):
-    """torch's own drives [G, N, C, H, W], channels_last."""
+    """torch's own drives [G, N, C, H, W], as they lie."""
     y = F.conv2d(x.flatten(0, 1), weight, bias, stride, padding)
-    return last(y.view(*x.shape[:2], *y.shape[1:]))
+    return y.unflatten(0, x.shape[:2])
 
 
 def launch_of(call, of, stride, padding):
     """The launch for a ``kernels.Call`` whose drives are convolved of these, whatever torch's convolution does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conv_launches, "_is_torchs", lambda *_: True)
+        wanted = not call.y.is_contiguous()  # what is of one pixel or channel lies in both formats
+        patch.setattr(conv_launches, "_is_torchs", lambda conv, *_: conv.last is wanted)
+        patch.setattr(conv_launches, "LARGE", 0)
+        patch.setattr(conv_launches, "FULL", 0)
         one = conv_launches.convolution(*of, (stride, padding, (1, 1), 1), call.y.shape)
     assert one is not None
     return conv_launches.ConvLaunch(kernels.operands(call, None), one)
@@ -56,7 +60,7 @@ def agree(call, of, stride, padding):
     assert RUNS["conv_fire", "numba"] == before + 1
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert is_channels_last(ours) or ours.shape[-2:] == (1, 1)
+        assert ours.is_contiguous() if call.y.is_contiguous() else is_channels_last(ours) or ours.shape[-2:] == (1, 1)
         assert torch.equal(ours, theirs)
     return found[0]
 
@@ -66,6 +70,7 @@ space = st.fixed_dictionaries(
         "kernel": st.tuples(st.sampled_from([1, 2, 3, 5, 7]), st.sampled_from([1, 3, 4, 5, 7])),
         "stride": st.tuples(st.sampled_from([1, 1, 2, 3]), st.sampled_from([1, 1, 2, 3])),
         "padding": st.tuples(st.integers(0, 4), st.integers(0, 4)),
+        "last": st.booleans(),
         "inputs": st.integers(1, 4),
         "outputs": st.sampled_from([2, 3, 7, 8, 12, 16, 20, 32, 40, 64, 100, 128, 300]),
         "map": st.tuples(st.integers(3, 22), st.integers(3, 22)),
@@ -89,6 +94,9 @@ space = st.fixed_dictionaries(
 @given(space)
 def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
     torch.manual_seed(case["seed"])
+    lies = last if case["last"] else torch.Tensor.contiguous
+    if not case["last"]:
+        case = case | {"stride": (1, 1), "pool": 2}
     kernel, stride, padding = case["kernel"], case["stride"], case["padding"]
     room = [size + 2 * p - k for size, p, k in zip(case["map"], padding, kernel, strict=True)]
     assume(min(room) >= 0)
@@ -98,13 +106,13 @@ def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
     assume(pool is None or min(map_) >= 2)
     lengths, channels = group_lengths(case["steps"], case["k"]), case["outputs"]
     shape = (len(lengths), case["samples"], *case["map"])
-    of = convolved(case["inputs"], channels, kernel, shape, case["bias"], case["density"] or 1.0)
+    of = convolved(case["inputs"], channels, kernel, shape, case["bias"], case["density"] or 1.0, lies)
     if not case["density"]:
         of[0].zero_()
-    y = drives_in_rows(*of, stride, padding)
+    y = drives_in_rows(*of, stride, padding, case["last"] and case["inputs"] == 1)
     spiking = node(case["neuron"][0], case["neuron"][1], case["neuron"][2], 1.7, v_threshold=0.4)
     call = kernels.Call(
-        last(y), spiking, lengths, None if case["at_rest"] else last(torch.randn(y.shape[1:]) * 0.2), None,
+        lies(y), spiking, lengths, None if case["at_rest"] else lies(torch.randn(y.shape[1:]) * 0.2), None,
         torch.rand(channels) + 0.5 if case["affine"] else None, torch.randn(channels) * 0.3 if case["affine"] else None,
         pool, torch.rand(case["steps"]) if case["group"] else None, case["group"] or 1,
     )  # fmt: skip
@@ -126,28 +134,29 @@ SHAPES = [
 @pytest.mark.parametrize("density", [1.0, 0.1])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lie", ["frames", "filters", "both"])
-def test_where_the_check_says_so_drives_are_torchs_own(lie, shape, bias, density):
-    """On other numbers than the check's, with zeros among them; frames, filters or both are channels_last."""
+@pytest.mark.parametrize("lie", ["frames", "filters", "both", "neither"])
+def test_where_the_check_says_so_drives_are_torchs_own(lie, shape, bias, density, monkeypatch):
+    """On other numbers than the check's, with zeros among them; frames, filters, both or neither are channels_last."""
+    monkeypatch.setattr(conv_launches, "LARGE", 0)
+    monkeypatch.setattr(conv_launches, "FULL", 0)
     inputs, outputs, kernel, stride, padding, frames = shape
+    if lie == "neither" and (max(stride) > 1 or kernel == (1, 1)):
+        pytest.skip("contiguous ones are of stride 1, and one pixel lies in both formats")
     torch.manual_seed(1)
     x, w, more = convolved(inputs, outputs, kernel, frames, bias, density)
-    of = x if lie != "filters" else x.contiguous(), w if lie == "frames" else w.to(memory_format=torch.channels_last), more
+    lies = torch.channels_last if lie in ("filters", "both") else torch.contiguous_format
+    of = x if lie in ("frames", "both") else x.contiguous(), w.contiguous(memory_format=lies), more
     y = torchs(*of, stride, padding)
     one = conv_launches.convolution(*of, (stride, padding, (1, 1), 1), y.shape)
     if one is None:
         pytest.skip("torch's convolution of this shape takes its sums in another order on this processor")
     call = kernels.Call(y, node("lif", v_threshold=0.7), [1] * frames[0], pool=layer.MaxPool2d(2))
     assert 0.02 < agree(call, of, stride, padding).mean() < 0.9
-    source = conv_launches._convolved(one, *of, y.shape[3:])
-    made, found = y.movedim(2, -1).numpy().reshape(-1), np.zeros(y.numel(), np.int64)
-    layout = conv_launches.Neurons(True, *y.shape[3:], outputs)
-    convolving.differing.serial(0, y.numel(), source, made, layout, found)
-    assert not found.any()
-    for i in np.random.default_rng(0).integers(0, y.numel(), 9):
-        made[i] = np.nextafter(made[i], np.float32(np.inf))
-    convolving.differing.serial(0, y.numel(), source, made, layout, found)
-    assert 0 < found.sum() <= 9
+    made = y.flatten(0, 1)
+    assert conv_launches.differing(one, *of, made) == 0
+    for at in zip(*(np.random.default_rng(0).choice(size, 3, False) for size in made.shape[1:]), strict=True):
+        made[(0, *at)] = torch.nextafter(made[(0, *at)], torch.tensor(torch.inf))
+    assert conv_launches.differing(one, *of, made) == 3
 
 
 def exact(inputs=2, outputs=8, size=8):
@@ -255,7 +264,7 @@ def test_either_frames_or_filters_are_channels_last(monkeypatch):
         for filters in (w, w.to(memory_format=torch.channels_last)):
             found = conv_launches.convolution(frames, filters, None, OPTIONS, SHAPE)
             assert (found is None) == (frames.is_contiguous() and filters.is_contiguous())
-            assert found is None or found.strides == frames.stride()[2:]
+            assert found is None or found.strides == frames.stride()[1:]
 
 
 @pytest.mark.parametrize("order", [True, False, None])
@@ -296,14 +305,11 @@ def test_frames_that_are_infinite_or_no_numbers():
     of[0][0, 0, 0, 3, 3], of[0][1, 1, 1, 0, 0], of[0][0, 1, 0, 7, 7] = torch.nan, torch.inf, -torch.inf
     y = torchs(*of, 1, 1)
     one = launch_of(kernels.Call(y, node("lif"), [1, 1]), of, (1, 1), (1, 1)).conv
-    source = conv_launches._convolved(one, *of, y.shape[3:])
-    made, found = y.movedim(2, -1).numpy().reshape(-1).copy(), np.zeros(y.numel(), np.int64)
-    numbers = np.isfinite(made)
+    made = y.flatten(0, 1)
+    numbers = made.isfinite()
     assert 0 < (~numbers).sum() < 300
-    layout = conv_launches.Neurons(True, 8, 8, 8)
-    convolving.differing.serial(0, y.numel(), source, made, layout, found)
     # Numbers that are none have many bits.
-    assert found.sum() <= np.isnan(made).sum()
+    assert conv_launches.differing(one, *of, made) <= made.isnan().sum()
 
 
 def test_a_launch_refuses_what_it_was_not_made_for():

@@ -38,8 +38,9 @@ def source(node=None, pool=None, bias=False):
     return net.eval()
 
 
-def converted(net, k=2, policy="preserve", **options):
-    return sj_tac.convert(net, policy, k, **options).to(memory_format=torch.channels_last)
+def converted(net, k=2, policy="preserve", last=True, **options):
+    net = sj_tac.convert(net, policy, k, **options)
+    return net.to(memory_format=torch.channels_last) if last else net
 
 
 def frames(steps=6, size=34):
@@ -70,23 +71,27 @@ def needs_the_kernel(net, x):
 
 @torch.no_grad()
 @pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("node", NEURONS)
-def test_spikes_voltages_and_drives_are_the_same_without_the_kernel(node, pool, k, monkeypatch):
+def test_spikes_voltages_and_drives_are_the_same_without_the_kernel(node, pool, last, k, monkeypatch):
     """Over two calls of other lengths; the second starts from the voltages of the first."""
-    net = converted(source(NEURONS[node], POOLS[pool], k == 2), k)
-    needs_the_kernel(net, frames())
+    monkeypatch.setattr(conv_launches, "LARGE", 0)
+    monkeypatch.setattr(conv_launches, "FULL", 0)
+    net = converted(source(NEURONS[node], POOLS[pool], k == 2), k, last=last)
+    x = frames() if last else frames().contiguous()
+    needs_the_kernel(net, x)
     found = []
     for said in ("", "0"):
         monkeypatch.setenv(conv_fire.VARIABLE, said)
         before = count()
         functional.reset_net(net)
-        outputs = [net(frames()).clone(), net(frames(5)).clone()]
+        outputs = [net(x).clone(), net(x[:5]).clone()]
         functional.reset_net(net)
-        drives = net[0](frames())
+        drives = net[0](x)
         spikes = net[2](net[1](drives))[:]
-        # Windows that overlap, and averages, are no tiles'.
-        runs = 3 if pool in ("none", "2x2") else 0
+        # Windows that overlap, and averages, are no tiles'; contiguous ones are windows'.
+        runs = 3 if pool == "2x2" or (pool == "none" and last) else 0
         assert count() == before + (runs if said == "" else 0)
         found.append([*outputs, spikes, drives[:], net[2].v.clone()])
     assert 0.02 < found[0][2].mean() < 0.9
@@ -151,6 +156,20 @@ def test_who_gets_no_kernel(monkeypatch):
         other[0].__dict__.update(change)
         assert not taken(other, x)
     assert taken(net, x)
+
+
+@torch.no_grad()
+def test_a_neuron_that_no_kernel_runs_with_its_convolution_is_tried_once():
+    """Of every shape; copies and other pools try again."""
+    net, x = converted(source(pool=POOLS["3x3"])), frames()
+    needs_the_kernel(net, x)
+    before = count()
+    net(x)
+    assert not taken(net, x)
+    assert taken(net, frames(size=46))
+    assert taken(copy.deepcopy(net), x)
+    assert taken(pickle.loads(pickle.dumps(net)), x)
+    assert count() == before
 
 
 @torch.no_grad()

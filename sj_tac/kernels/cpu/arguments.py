@@ -90,6 +90,53 @@ class ConvolvedInputs(NamedTuple):
     group: int
 
 
+class Slid(NamedTuple):
+    """What drives of windows are made of: contiguous frames of a few channels, and a convolution. All float32.
+
+    Attributes:
+        frames: padded; of each row, first the even columns, then the odd ones.
+        filters: [C, high, wide, inputs]; bias: [C], or empty.
+        of_frame, of_input, to_row, line, apart: numbers from a frame to the next, from a channel to the next, from a row of
+            windows, from a frame's row to the next, and from a column to the one right of it, where that is odd.
+    """
+
+    frames: Array
+    filters: Array
+    bias: Array
+    high: int
+    wide: int
+    inputs: int
+    of_frame: int
+    of_input: int
+    to_row: int
+    line: int
+    apart: int
+
+
+class SlidInputs(NamedTuple):
+    """What ``forward`` reads where drives are made of contiguous frames: ``Slid`` in the place of ``Inputs.y``."""
+
+    frames: Array
+    filters: Array
+    bias: Array
+    high: int
+    wide: int
+    inputs: int
+    of_frame: int
+    of_input: int
+    to_row: int
+    line: int
+    apart: int
+    residual: Array
+    scale: Array
+    shift: Array
+    v0: Array
+    lengths: Array
+    linear: Array
+    weights: Array
+    group: int
+
+
 class Arriving(NamedTuple):
     """What ``backward`` reads: the gradients ``go`` of the output and ``gv`` of the last voltages, and as ``Inputs``."""
 

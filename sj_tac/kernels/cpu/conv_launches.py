@@ -1,15 +1,16 @@
-"""Convolution and ``fire`` in one kernel on the CPU, in channels_last, for frames of a few channels: a net's first layer.
+"""Convolution and ``fire`` in one kernel on the CPU, for frames of a few channels: a net's first layer.
 
 That convolution's output is the largest tensor of a net. Here it is never written: each tile's drives are made in front of
-its steps (convolving.py). They are those of torch's own convolution to the last bit where that takes its sums in the same
-order, which depends on the processor, the library and the shapes. So each shape is checked once, before the kernel runs:
-every number of torch's output on random frames and weights is compared.
+its steps (convolving.py in channels_last, sliding.py in contiguous memory, with a MaxPool of 2 x 2 windows). They are those
+of torch's own convolution to the last bit where that takes its sums in the same order, which depends on the processor, the
+library and the shapes. So each shape is checked once, before the kernel runs: every number of torch's output on random
+frames and weights is compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,13 @@ import torch
 from numba import config
 from torch import Tensor
 
-from sj_tac.kernels.cpu import convolving, forward
-from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, Outputs
+from sj_tac.kernels.cpu import convolving, forward, sources
+from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, OddWindows, Outputs, Slid, SlidInputs, Windows
 from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.kernels.cpu.threads import flat, share
 from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
+from sj_tac.kernels.pools import NO_POOL
 
 # Whether torch's convolution was found to be this one, by all that it depends on; how many of these are kept.
 _FOUND: dict[Any, bool] = {}
@@ -31,6 +33,8 @@ KEPT = 256
 COMPARED = 1 << 26
 # Rows and columns of a filter at most.
 MOST = 7
+# In contiguous memory, numbers of an output, and windows in a register, from which on one kernel is faster.
+LARGE, FULL = 3 << 19, 0.75 * convolving.LANES
 
 
 class Convolution(NamedTuple):
@@ -38,8 +42,9 @@ class Convolution(NamedTuple):
 
     Attributes:
         inputs, height, width: channels and size of a frame. high, wide: of a window; down, along: its strides; above,
-            before: paddings, with zeros, on both sides. strides: of a frame, [C_in, H, W].
-        by_columns: whether a window is summed column by column, not row by row.
+            before: paddings, with zeros, on both sides. strides: of frames, [G * N, C_in, H, W].
+        last: whether the output is channels_last, or contiguous. by_columns: whether a window is summed column by column,
+            not row by row.
     """
 
     inputs: int
@@ -53,6 +58,7 @@ class Convolution(NamedTuple):
     before: int
     biased: bool
     strides: tuple[int, ...]
+    last: bool = False
     by_columns: bool = False
 
 
@@ -73,23 +79,35 @@ def convolution(
         return None
     if not (fits and plain and all(x is None or x.dtype is torch.float32 for x in (frames, filters, bias))):
         return None
-    if not frames.numel() or shape[3] * shape[4] == 1 or not _lie_well(frames, filters):
+    if not frames.numel() or shape[3] * shape[4] == 1:
         return None
     # The padding's zeros are multiplied as well, which adds nothing but where a weight is infinite or no number.
     if not np.isfinite(filters.detach().numpy()).all():
         return None
+    if not all(x.is_contiguous() or x.movedim(-3, -1).is_contiguous() for x in (frames, filters)):
+        return None
     height, width = frames.shape[3:]
-    strides = frames.stride()[2:]
+    strides = frames.flatten(0, 1).stride()  # of a single sample, too: torch's choice of a format hangs on it
     found = Convolution(inputs, height, width, high, wide, down, along, above, before, bias is not None, strides)
-    # Frames of one channel in channels_last are summed column by column, all others row by row.
-    orders = (found._replace(by_columns=True), found) if inputs == 1 else (found,)
-    return next((some for some in orders if _is_torchs(some, filters, options, shape)), None)
+    some = (
+        found._replace(last=last, by_columns=by_columns) for last, by_columns in _orders(frames, filters, options, shape)
+    )
+    return next((one for one in some if _is_torchs(one, filters, options, shape)), None)
 
 
-def _lie_well(frames: Tensor, filters: Tensor) -> bool:
-    """Whether neither has gaps, and either may be channels_last, so that torch's output is."""
-    dense = all(x.is_contiguous() or x.movedim(-3, -1).is_contiguous() for x in (frames, filters))
-    return dense and 1 in (frames.stride(2), filters.stride(1))
+def _orders(frames: Tensor, filters: Tensor, options: Sequence[Any], shape: Sequence[int]) -> Iterator[tuple[bool, bool]]:
+    """Whether torch's output may be channels_last, and its sums taken by columns; nothing where the kernel does not pay.
+
+    Frames and filters have no gaps.
+    """
+    if 1 in (frames.stride(2), filters.stride(1)):  # either is channels_last, or lies in both formats
+        if filters.shape[1] == 1:
+            yield True, True
+        yield True, False
+    windows = (shape[4] + 1) // 2
+    full = windows >= FULL * -(-windows // convolving.LANES)
+    if frames.is_contiguous() and filters.is_contiguous() and options[0] == (1, 1) and full and math.prod(shape) >= LARGE:
+        yield False, False
 
 
 def _precision() -> Any:
@@ -118,21 +136,64 @@ def _differing(conv: Convolution, samples: int, filters: Tensor, options: Sequen
     random = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         sizes = samples, conv.inputs, conv.height, conv.width
-        x = torch.empty_strided(sizes, (math.prod(sizes[1:]), *conv.strides)).normal_(generator=random)
+        x = torch.empty_strided(sizes, conv.strides).normal_(generator=random)
         w = torch.empty_strided(filters.shape, filters.stride()).normal_(generator=random)
         bias = torch.empty(len(w)).normal_(generator=random) if conv.biased else None
         y = torch.conv2d(x, w, bias, *options)
-    if not y.is_contiguous(memory_format=torch.channels_last):
+    if not y.is_contiguous(memory_format=torch.channels_last if conv.last else torch.contiguous_format):
         return y.numel()
-    source = _convolved(conv, x[None], w, bias, y.shape[2:])
-    layout, found = Neurons(True, y.shape[2], y.shape[3], y.shape[1]), np.zeros(y.numel(), np.int64)
-    share(convolving.differing, y.numel(), y.numel() * 4, source, flat(y, True, y), layout, found)
-    return int(found.sum())
+    return differing(conv, x[None], w, bias, y)
+
+
+def differing(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, y: Tensor) -> int:
+    """How many drives, or windows that have such, are not those of ``y``, to the last bit.
+
+    Args:
+        frames: [G, N, C_in, H, W]; y: [G * N, C, H, W], as the kernel's drives lie in memory.
+    """
+    samples, channels, height, width = y.shape
+    source, slots = source_of(conv, frames, filters, bias, (height, width)), y.numel()
+    layout: Neurons | Windows | OddWindows = Neurons(True, height, width, channels)
+    if not conv.last:
+        slots = samples * channels * -(-height // 2) * -(-width // 2)
+        layout = (OddWindows if height % 2 or width % 2 else Windows)(False, height, width, channels)
+    found = np.zeros(slots, np.int64)
+    share(sources.differing, slots, y.numel() * 4, source, flat(y, conv.last, y), layout, found)
+    return int(np.count_nonzero(found))
+
+
+def source_of(
+    conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]
+) -> Convolved | Slid:
+    """What the kernel reads; ``map_``: size of the output."""
+    map_ = [size + size % 2 for size in map_]  # windows of 2 x 2 at the edge of an odd map are whole
+    return (_convolved if conv.last else _slid)(conv, frames, filters.detach(), bias, map_)
+
+
+def _slid(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]) -> Slid:
+    """``source_of``, contiguous."""
+    rows, columns = map_
+    groups, batch, inputs, height, width = frames.shape
+    high = max(height + conv.above, rows - 1 + conv.high)
+    half = (max(width + conv.before, columns - 1 + conv.wide) + 1) // 2
+    # Registers without slots read a whole one, too.
+    room = torch.zeros(groups * batch * inputs * high * 2 * half + convolving.LANES)
+    put = room[: -convolving.LANES].view(groups, batch, inputs, high, 2, half)
+    for odd in (0, 1):
+        first = (odd - conv.before) % 2
+        some, begin = frames[..., first::2], (first + conv.before) // 2
+        put[:, :, :, conv.above : conv.above + height, odd, begin : begin + some.shape[-1]] = some
+    more = np.empty(0, np.float32) if bias is None else bias.detach().contiguous().numpy()
+    of_input = high * 2 * half
+    return Slid(
+        room.numpy(), filters.permute(0, 2, 3, 1).contiguous().numpy().reshape(-1), more, conv.high, conv.wide, inputs,
+        inputs * of_input, of_input, 4 * half, 2 * half, half,
+    )  # fmt: skip
 
 
 def _convolved(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]) -> Convolved:
-    """What the kernel reads; ``map_``: size of the output."""
-    rows, columns = (size + size % 2 for size in map_)  # windows of 2 x 2 at the edge of an odd map are whole
+    """``source_of``, channels_last."""
+    rows, columns = map_
     high = max(conv.height + conv.above, (rows - 1) * conv.down + conv.high)
     wide = max(conv.width + conv.before, (columns - 1) * conv.along + conv.wide)
     inside = frames.movedim(2, -1)
@@ -145,7 +206,7 @@ def _convolved(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor 
     order = 2, 3, 1, 0
     if conv.by_columns:
         lines, line, taps, tap, order = conv.wide, 1, conv.high, wide, (3, 2, 1, 0)
-    ordered = filters.detach().permute(order)
+    ordered = filters.permute(order)
     rows_of[: -convolving.LANES].view(ordered.shape).copy_(ordered)
     return Convolved(
         inside.contiguous().numpy().reshape(-1), rows_of.numpy(), _with_room(bias), conv.inputs, high, wide,
@@ -164,14 +225,17 @@ class ConvLaunch(Launch):
     """Convolution and ``fire`` for operands like those it was made of; numbers in tensors may be others."""
 
     __slots__ = ("conv", "filters", "map", "read")
+    convolves = True
 
     def __init__(self, o: Operands, conv: Convolution, dtype: torch.dtype | None = None) -> None:
         """``o.y`` only says what the drives are like. Raises ValueError as ``Launch``, and for a residual."""
         super().__init__(o, dtype)
-        if not self.last or o.residual is not None or o.y.dtype is not torch.float32:
+        fits = self.last is conv.last and (self.last or o.pool != NO_POOL)
+        if not fits or o.residual is not None or o.y.dtype is not torch.float32:
             raise ValueError(
                 f"convolution and fire in one kernel got drives {list(o.y.shape)} of {o.y.dtype}, channels_last: "
-                f"{self.last}, a residual: {o.residual is not None}; it takes float32 in channels_last, and no residual"
+                f"{self.last}, a residual: {o.residual is not None}, a pool: {o.pool != NO_POOL}; it takes "
+                f"float32, channels_last: {conv.last}, no residual, and in contiguous memory a MaxPool of 2 x 2 windows"
             )
         self.conv, self.map = conv, o.y.shape[3:]
         self.read = *o.y.shape[:2], conv.inputs, conv.height, conv.width
@@ -192,15 +256,16 @@ class ConvLaunch(Launch):
         assert (frames.shape, filters.shape, bias is not None) == (self.read, self.filters, self.conv.biased)
         assert bias is None or bias.shape == self.filters[:1]
         assert all(x is None or x.dtype is torch.float32 for x in y)
-        source = _convolved(self.conv, frames, filters, bias, self.map)
+        source = source_of(self.conv, frames, filters, bias, self.map)
         scales, shifts = (_with_room(x) for x in affine)
-        voltages = self.no_frames if v0 is None else flat(v0, True, frames)
+        voltages = self.no_frames if v0 is None else flat(v0, self.last, frames)
         assert scales.size == shifts.size == (self.affine and self.affine + convolving.LANES)
         assert voltages.size in (0, self.frame)
         out, v = torch.empty(self.out, dtype=self.dtype, device="cpu"), torch.empty(self.v, device="cpu")
         put_out = (out.view(torch.int16) if self.dtype is torch.bfloat16 else out).numpy().reshape(-1)
-        read = ConvolvedInputs(*source, self.no_frames, scales, shifts, voltages, *self.rest)
+        inputs: Any = ConvolvedInputs if isinstance(source, Convolved) else SlidInputs
+        read = inputs(*source, self.no_frames, scales, shifts, voltages, *self.rest)
         written = Outputs(put_out, v.numpy().reshape(-1))
         share(forward.forward, self.units, self.work, read, self.neuron, self.layout, written)
         RUNS["conv_fire", "numba"] += 1
-        return out.movedim(-1, -3), v.movedim(-1, -3)
+        return (out.movedim(-1, -3), v.movedim(-1, -3)) if self.last else (out, v)

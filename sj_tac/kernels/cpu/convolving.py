@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.steps import lean
-from sj_tac.kernels.cpu.tiles import TILE, ask_for, in_windows, load
+from sj_tac.kernels.cpu.tiles import TILE, in_windows
 
 
 def _has_wide_registers() -> bool:
@@ -205,47 +203,3 @@ def convolve(source, offset, begin, end, b, at, affine, layout):
             column, row = 0, row + 1
             if row == rows:
                 row, sample = 0, sample + 1
-
-
-def bring(source: Any, offset: Any, begin: Any, end: Any, b: Any, at: Any, affine: Any, layout: Any) -> None:
-    """The drives of a tile, whether they lie in memory or are to be convolved; uncompiled code only has the former."""
-    load(source.y, offset, begin, end, b, at, affine, layout)
-
-
-@overload(bring, strict=False)
-def _bring(source, offset, begin, end, b, at, affine, layout):
-    if "y" in source.fields:
-        return lambda source, offset, begin, end, b, at, affine, layout: load(
-            source.y, offset, begin, end, b, at, affine, layout
-        )
-    return lambda source, offset, begin, end, b, at, affine, layout: convolve(
-        source, offset, begin, end, b, at, affine, layout
-    )
-
-
-def ahead(source: Any, offset: Any, begin: Any, end: Any, layout: Any) -> None:
-    """``tiles.ask_for`` of drives that lie in memory."""
-
-
-@overload(ahead, strict=False)
-def _ahead(source, offset, begin, end, layout):
-    if "y" in source.fields:
-        return lambda source, offset, begin, end, layout: ask_for(source.y, offset, begin, end, layout, False)
-    return lambda source, offset, begin, end, layout: None
-
-
-@kernel
-def differing(begin, end, source, made, layout, found):
-    """How many drives from ``begin`` to ``end`` are not those of ``made``, to the last bit: into ``found`` at ``begin``.
-
-    Args:
-        source: Convolved; made: [M] float32, channels_last; layout: Neurons; found: [M] int64.
-    """
-    b = np.empty(5 * TILE, np.float32)
-    bits, others = b.view(np.int32), made.view(np.int32)
-    none = (made[:0], made[:0])
-    for start in range(begin, end, 4 * TILE):
-        n = min(4 * TILE, end - start)
-        convolve(source, 0, start, start + n, b, 0, none, layout)
-        for j in range(n):
-            found[start] += bits[j] != others[start + j]

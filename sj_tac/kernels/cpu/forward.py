@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.convolving import ahead, bring
 from sj_tac.kernels.cpu.halves import narrowed
+from sj_tac.kernels.cpu.sources import ahead, bring
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
     AS_LIF,
@@ -84,7 +84,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
 
     Args:
         begin, end: slots; threads share them (see threads.py), since each is computed alone.
-        inputs, neuron, outputs: Inputs or ConvolvedInputs, Neuron and Outputs; layout: Neurons, Windows or
+        inputs, neuron, outputs: Inputs, ConvolvedInputs or SlidInputs, Neuron and Outputs; layout: Neurons, Windows or
             OddWindows (see arguments.py).
     """
     residual, scale, shift, v0 = inputs.residual, inputs.scale, inputs.shift, inputs.v0

@@ -29,7 +29,7 @@ class Launch:
     """
 
     kernel = NUMBA
-    reads_weights = False
+    reads_weights = convolves = False
 
     # fmt: off
     __slots__ = (

@@ -193,6 +193,7 @@ class ConvLaunch(Launch):
 
     __slots__ = ("alone", "conv", "filters", "made", "read")
     linear = ()
+    convolves = True
 
     def __init__(self, o: Operands, kernel: str, conv: Convolution) -> None:
         """``o.y`` only says what the drives are like. Raises as ``Launch``."""

@@ -31,6 +31,7 @@ class Launch:
     Attributes:
         kernel: the launcher's name. shape: of the output.
         reads_weights: the weights of the sums may be others in every call; only how many are summed is fixed.
+        convolves: it takes frames, filters and bias in the place of drives.
     """
 
     # fmt: off
@@ -39,7 +40,7 @@ class Launch:
         "weights",
     )
     # fmt: on
-    reads_weights = True
+    reads_weights, convolves = True, False
     # Beta and gamma of merged steps, which no launch is made for: a null pointer, where the kernel takes one.
     linear: tuple[None, ...] = (None,)
 

@@ -1,0 +1,65 @@
+"""Where a tile's drives come from: memory, or frames that are convolved on the way, channels_last or contiguous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.extending import overload
+
+from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.convolving import convolve
+from sj_tac.kernels.cpu.sliding import slide
+from sj_tac.kernels.cpu.tiles import TILE, ask_for, in_windows, load
+
+
+def bring(source: Any, offset: Any, begin: Any, end: Any, b: Any, at: Any, affine: Any, layout: Any) -> None:
+    """The drives of a tile, whether they lie in memory or are to be convolved; uncompiled code only has the former."""
+    load(source.y, offset, begin, end, b, at, affine, layout)
+
+
+@overload(bring, strict=False)
+def _bring(source, offset, begin, end, b, at, affine, layout):
+    if "y" in source.fields:
+        return lambda source, offset, begin, end, b, at, affine, layout: load(
+            source.y, offset, begin, end, b, at, affine, layout
+        )
+    if "apart" in source.fields:
+        return lambda source, offset, begin, end, b, at, affine, layout: slide(
+            source, offset, begin, end, b, at, affine, layout
+        )
+    return lambda source, offset, begin, end, b, at, affine, layout: convolve(
+        source, offset, begin, end, b, at, affine, layout
+    )
+
+
+def ahead(source: Any, offset: Any, begin: Any, end: Any, layout: Any) -> None:
+    """``tiles.ask_for`` of drives that lie in memory."""
+
+
+@overload(ahead, strict=False)
+def _ahead(source, offset, begin, end, layout):
+    if "y" in source.fields:
+        return lambda source, offset, begin, end, layout: ask_for(source.y, offset, begin, end, layout, False)
+    return lambda source, offset, begin, end, layout: None
+
+
+@kernel
+def differing(begin, end, source, made, layout, found):
+    """How many drives of the slots ``begin`` to ``end`` are not those of ``made``, to the last bit: into ``found`` there.
+
+    Args:
+        source: Convolved or Slid; made: [M] float32, as these lie in memory; layout: Neurons, Windows or OddWindows; found:
+            one int64 a slot.
+    """
+    b, other = np.zeros(5 * TILE, np.float32), np.zeros(5 * TILE, np.float32)
+    bits, others = b.view(np.int32), other.view(np.int32)
+    none = (made[:0], made[:0])
+    capacity = TILE if in_windows(layout) else 4 * TILE
+    for start in range(begin, end, capacity):
+        stop = min(start + capacity, end)
+        bring(source, 0, start, stop, b, 0, none, layout)
+        load(made, 0, start, stop, other, 0, none, layout)
+        for corner in range(4 if in_windows(layout) else 1):
+            for j in range(stop - start):
+                found[start + j] += bits[corner * TILE + j] != others[corner * TILE + j]
