@@ -35,15 +35,19 @@ def test_real_data_spike_for_spike(tasks, which, policy, k, monkeypatch):
         in_parts = fused(x)
         functional.reset_net(fused)
         monkeypatch.setattr(deferred, "LARGE", 1 << 60)  # each neuron once
-        before = fire_op.RUNS["fire", "numba"]
+        before = fire_op.RUNS["fire", "numba"] + fire_op.RUNS["conv_fire", "numba"]
         expected, got = unfused(x), fused(x)
     assert torch.equal(in_parts, got)
     report = sj_tac.report(fused)
-    assert fire_op.RUNS["fire", "numba"] == before + len(report.converted) + len(report.stretched)
+    runs = fire_op.RUNS["fire", "numba"] + fire_op.RUNS["conv_fire", "numba"] - before
+    assert runs == len(report.converted) + len(report.stretched)
     assert expected.mean() > 0.01
     # The folded BatchNorm changes last bits of the drive: a spike may tip over at the threshold, one in a million.
     assert (expected != got).float().mean() <= 1e-6 * x.shape[0]
-    assert {v.kernel for v in report.verdicts} == {"numba, fused"}
+    # A first layer runs with its convolution where torch's own adds in an order that the kernel has: not on every processor.
+    kernels = [v.kernel for v in report.verdicts]
+    assert kernels[0] in ("numba, fused", "numba, fused with its convolution")
+    assert set(kernels[1:]) == {"numba, fused"}
     assert {v.kernel for v in sj_tac.report(unfused).verdicts} == {"reference"}
 
 

@@ -39,7 +39,8 @@ FILES = {
     "a date": ("default: {k: 2001-99-99}", "month must be in"),
     "a key twice": ("default: {k: 2, k: 3}", "'k' stands twice"),
     "a list as key": ("? [a, b]\n: 1", "no plain word"),
-    "merges a number": ("default: {<<: 3}", "expected a mapping"),
+    "merges a number": ("default: {<<: 3}", "only mappings can be"),
+    "merges a list of numbers": ("default: {<<: [{k: 2}, 3]}", "a scalar is merged in line 1"),
     "an object": ("!!python/object/apply:os.system ['true']", "no tags that build Python objects"),
     "not UTF-8": (b"default: {mode: \xff}", "no text in UTF-8"),
     "zero bytes": ("default: {mode: a\0}", "no YAML"),
@@ -104,20 +105,20 @@ def test_what_yaml_allows_works(tmp_path):
     """Anchors and merges; a key of one's own overrules a merged one, and an earlier merge a later one."""
     path = tmp_path / "p.yaml"
     path.write_text(
-        "default: &d {mode: preserve, k: 4}\n"
+        "default: &d {mode: preserve, k: 4, weights: uniform}\n"
         "rules:\n"
-        "  - &one {<<: *d, match: a, k: 8}\n"
+        "  - &one {<<: *d, match: a, k: 8, weights: decay}\n"
         "  - {match: b, <<: [*d, *one]}\n"
         "  - <<: *one\n"
         "    match: re:c.*\n"
     )
     assert Policy.load(path) == Policy.from_dict(
         {
-            "default": {"mode": "preserve", "k": 4},
+            "default": {"mode": "preserve", "k": 4, "weights": "uniform"},
             "rules": [
-                {"match": "a", "mode": "preserve", "k": 8},
-                {"match": "b", "mode": "preserve", "k": 4},
-                {"match": "re:c.*", "mode": "preserve", "k": 8},
+                {"match": "a", "mode": "preserve", "k": 8, "weights": "decay"},
+                {"match": "b", "mode": "preserve", "k": 4, "weights": "uniform"},
+                {"match": "re:c.*", "mode": "preserve", "k": 8, "weights": "decay"},
             ],
         }
     )

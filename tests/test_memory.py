@@ -57,12 +57,13 @@ from spikingjelly.activation_based import functional, layer, neuron
 from sj_tac.runtime import deferred
 from torch import nn
 torch.manual_seed(0)
-net = nn.Sequential(layer.Conv2d(2, 64, 3, padding=1), layer.BatchNorm2d(64), neuron.LIFNode(), layer.MaxPool2d(2))
+# With more input channels than a kernel convolves itself: those drives are never written.
+net = nn.Sequential(layer.Conv2d(6, 64, 3, padding=1), layer.BatchNorm2d(64), neuron.LIFNode(), layer.MaxPool2d(2))
 net[1].running_var.fill_(0.05)
 nn.init.constant_(net[1].bias, 0.6)
 functional.set_step_mode(net, "m")
 net = sj_tac.convert(net.eval(), k=2)
-x = (torch.rand(8, 4, 2, 120, 120) < 0.3).float()  # drives of 56 MiB
+x = (torch.rand(8, 4, 6, 120, 120) < 0.3).float()  # drives of 56 MiB
 def faults(large):
     deferred.LARGE = large
     for call in range(12):

@@ -18,7 +18,26 @@ class PlainDataError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, but for keys that stand twice, of which it would silently take the last."""
+    """YAML's safe loader, but for keys that stand twice, of which it would silently take the last, and for merges."""
+
+    def flatten_mapping(self, node: MappingNode) -> None:
+        """Puts merged keys in front of a mapping's own, the first merge last: of two equal keys the later one stands.
+
+        YAML 1.1's order. PyYAML 6.0.4 has another where a merged mapping itself merges, or several have the same key.
+        """
+        own: list[tuple[Node, Node]] = []
+        merged: list[list[tuple[Node, Node]]] = []
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                own.append((key, value))
+                continue
+            for part in value.value if isinstance(value, SequenceNode) else [value]:
+                if not isinstance(part, MappingNode):
+                    line = part.start_mark.line + 1
+                    raise PlainDataError(f": a {part.id} is merged in line {line}; only mappings can be")
+                self.flatten_mapping(part)
+                merged.append(part.value)
+        node.value = [pair for pairs in reversed(merged) for pair in pairs] + own
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
