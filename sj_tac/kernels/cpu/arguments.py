@@ -153,7 +153,11 @@ class Arriving(NamedTuple):
 
 
 class Neuron(NamedTuple):
-    """A neuron's step: a ChargeMode, tau (sigmoid(w) for a PLIF), and the limits of the voltage behind the reset."""
+    """A neuron's step: a ChargeMode, tau (sigmoid(w) for a PLIF), and the limits of the voltage behind the reset.
+
+    For tiles, a neuron that resets hard to 0, as most do, has None for rest and high, which stand for 0 and for low: a type
+    of its own, for which steps are compiled with less in them.
+    """
 
     mode: int
     tau: Number

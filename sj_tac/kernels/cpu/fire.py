@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels.checks import WIDE, emitted_shape
 from sj_tac.kernels.cpu import (
     backward as tile_backward,
@@ -53,6 +54,14 @@ def _neuron(mode: int, tau: float, rest: float, threshold: float, hard: bool, dt
 def _neuron_of(o: Operands) -> Neuron:
     tau = o.tau if o.q is None else float(o.q)
     return _neuron(o.mode, tau, o.rest, o.threshold, o.hard, o.y.dtype)
+
+
+def neuron_of_tiles(o: Operands) -> Neuron:
+    """The neuron for the tile kernels' forward: one that resets hard to 0, as most do, has a type of its own."""
+    neuron = _neuron_of(o)
+    plain = o.hard and o.mode != ChargeMode.MERGED and o.rest == 0 and math.copysign(1.0, o.rest) > 0
+    none: Any = None
+    return neuron._replace(rest=none, high=none) if plain else neuron
 
 
 def _slopes(o: Operands) -> Slopes:
@@ -160,7 +169,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
         share(sheet_forward.forward, units, frame * steps, read, neuron, sheet, written)
     elif tiled:
         units, tile = _tiles(o, last)
-        share(tile_forward.forward, units, frame * steps, read, neuron, tile, written)
+        share(tile_forward.forward, units, frame * steps, read, neuron_of_tiles(o), tile, written)
     else:
         planes = y.shape[1] * channels
         read = Inputs(_planes(y, planes, y), vector(None, y), *affine, _planes(o.v0, planes, y), *shared, ws, o.group)

@@ -27,6 +27,7 @@ from sj_tac.kernels.cpu.steps import (
     after,
     charged,
     lean,
+    resting,
 )
 from sj_tac.kernels.cpu.tiles import TILE, ask_for_output, copy, counts, in_windows, is_odd, load, put_out, store
 
@@ -106,7 +107,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
         if v0.size:
             load(v0, FIRST, start, stop, b, V, none, layout)
         else:
-            b[V : 2 * V] = rest
+            b[V : 2 * V] = resting(rest, zero)
         t = 0
         for g in range(lengths.size):
             bring(inputs, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)

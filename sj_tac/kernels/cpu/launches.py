@@ -50,7 +50,7 @@ class Launch:
         self.shape = emitted_shape(o)
         self.out, self.v = self._lying(self.shape), self._lying(tuple(y.shape[1:]))
         self.none, self.no_frames = vector(None, y), frames_or_none(None, self.last, y)
-        self.neuron = fire._neuron_of(o)
+        self.neuron = fire.neuron_of_tiles(o)
         self.units, self.layout = fire._tiles(o, self.last)
         steps = fire._steps_of(tuple(o.lengths))
         # In the order of Inputs, behind the voltages.

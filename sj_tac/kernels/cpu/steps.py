@@ -28,24 +28,40 @@ FIRST = np.intp(0)
 
 
 @lean()
+def resting(rest, zero):
+    """The voltage at rest, of which None stands for 0."""
+    return zero if rest is None else rest
+
+
+@lean()
+def above(v, rest):
+    """``v - rest``."""
+    return v if rest is None else v - rest
+
+
+@lean()
 def charged(x, v, mode, tau, rest, decay, gain):
-    """h of one neuron."""
+    """h of one neuron; ``rest``: None for 0, which costs nothing."""
     if len(mode) == 1 + LIF_DECAY:
-        return v + (x - (v - rest)) / tau
+        return v + (x - above(v, rest)) / tau
     if len(mode) == 1 + LIF:
-        return v - (v - rest) / tau + x
+        return v - above(v, rest) / tau + x
     if len(mode) == 1 + PLIF_DECAY:
-        return v + (x - (v - rest)) * tau
+        return v + (x - above(v, rest)) * tau
     if len(mode) == 1 + PLIF:
-        return v - (v - rest) * tau + x
+        return v - above(v, rest) * tau + x
     if len(mode) == 1 + IF:
         return v + x
+    if rest is None:
+        return decay * v + gain * x
     return rest + decay * (v - rest) + gain * x
 
 
 @lean()
 def after(h, threshold, low, high):
-    """The voltage behind the reset: ``h - threshold``, or, where both limits are the rest, that."""
+    """The voltage behind the reset: ``h - threshold`` within its limits; with a ``high`` of None it is ``low``."""
+    if high is None:
+        return low if h >= threshold else h
     behind = h - threshold
     behind = behind if behind > low else low
     behind = behind if behind < high else high
