@@ -21,9 +21,10 @@ EAGER, FOLDED, COMPILED = "SpikingJelly eager", "SpikingJelly BN folded", "Spiki
 AS_LAID = ", layouts kept"
 
 
-def configurations(net: nn.Module, x: Tensor, compiled: bool, autocast: bool) -> dict[str, nn.Module]:
+def configurations(net: nn.Module, x: Tensor, compiled: str | None, autocast: bool) -> dict[str, nn.Module]:
     """What is compared, by name. Contiguous weights first, then channels_last, which the host gains from as well.
 
+    ``compiled``: the memory formats that torch.compile is tried in, "both" or "channels_last"; None: neither.
     ``autocast``: they are called under it, in bfloat16; nets that were converted to it are called outside.
     """
     found: dict[str, nn.Module] = {"T separate calls (the paper's baseline)": measure.SeparateCalls(net)}
@@ -31,7 +32,7 @@ def configurations(net: nn.Module, x: Tensor, compiled: bool, autocast: bool) ->
     for suffix, source in layouts.items():
         found[EAGER + suffix] = source
         found[FOLDED + suffix] = conv_bn_fusion.fuse_conv_bn_eval_modules(source)
-        if compiled:
+        if compiled == "both" or (compiled and suffix):
             folded = conv_bn_fusion.fuse_conv_bn_eval_modules
             found[COMPILED + suffix] = torch.compile(folded(source))
             found[COMPILED + AS_LAID + suffix] = torch.compile(folded(source), options={"layout_optimization": False})

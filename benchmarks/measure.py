@@ -147,7 +147,8 @@ def arguments(description: str, names: list[str]) -> argparse.Namespace:
     """The options of the benchmarks of nets."""
     made = parser(description)
     made.add_argument("--net", choices=names, action="append", help="measure only these (default: all)")
-    made.add_argument("--compile", action="store_true", help="add torch.compile of SpikingJelly (minutes of compiling)")
+    compiled = "add torch.compile of SpikingJelly (minutes of compiling), in both memory formats or in channels_last alone"
+    made.add_argument("--compile", nargs="?", const="both", choices=("both", "channels_last"), help=compiled)
     made.add_argument("--autocast", action="store_true", help="everything under torch.autocast in bfloat16")
     options = parsed(made)
     options.net = options.net or names

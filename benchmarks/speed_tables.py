@@ -44,7 +44,8 @@ def compared(content: dict[str, Any]) -> str:
             cells.append(f"{found[name]['to_best']:.2f}x" if name in found else "")
         lines.append(cells)
     head = ["net", "best SpikingJelly, ms", "which", *(f"preserve k={k}" for k in ks)]
-    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.\n\n"
+    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
+    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}\n\n"
     return about + rows([*head, *(f"collapse k={k}" for k in ks if k > 1)], lines)
 
 

@@ -36,12 +36,18 @@ from sj_tac.runtime.values import Shared
 from sj_tac.support import machine
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
+# Of the verdicts; and what is timed.
 K = 2
+TIMED = ("preserve", 1), ("preserve", 2), ("preserve", 4), ("collapse", 2)
 
 
 @dataclass
 class Row:
-    """What was found about one net; speed-ups are over the faster of SpikingJelly eager and with BN folded."""
+    """What was found about one net.
+
+    Speed-ups are over the faster of SpikingJelly eager and with BN folded, by policy and k; ``of_eager``: the least of them
+    over SpikingJelly eager, the source itself.
+    """
 
     name: str
     family: str
@@ -57,8 +63,8 @@ class Row:
     flips: int = 0
     spikes: int = 0
     host_ms: float = 0.0
-    preserve: float = 0.0
-    collapsed: float = 0.0
+    faster: dict[str, float] = field(default_factory=dict)
+    of_eager: float = 0.0
     failures: list[str] = field(default_factory=list)
 
 
@@ -74,7 +80,7 @@ def attempt(row: Row, what: str, action: Callable[[], Any]) -> Any:
 def count_flips(source: nn.Module, fast: nn.Module, x: Tensor) -> tuple[int, int]:
     """Spikes of a fused net at k=1 that differ from the host's own on the very same drives, and spikes in all."""
     names = {module: name for name, module in fast.named_modules()}
-    norms = {c.neuron: c.norm for c in fast._sj_tac.plan.chains.values() if isinstance(c, Chain)}
+    norms = {n: c.norm for c in fast._sj_tac.plan.chains.values() if isinstance(c, Chain) for n in c.neurons}
     flips = total = 0
     step = UnitModule.multi_step_forward
 
@@ -159,11 +165,13 @@ def examine(name: str, rounds: int) -> Row:
     nets = {"SpikingJelly": net}
     folded = attempt(row, "SpikingJelly's own BN folding", lambda: conv_bn_fusion.fuse_conv_bn_eval_modules(net))
     nets |= {"folded": folded} if folded is not None else {}
-    for policy in ("preserve", "collapse"):
-        fast = attempt(row, f"{policy} k={K}", lambda p=policy: sj_tac.convert(net, p, K, example_input=x))
+    for policy, k in TIMED:
+        fast = attempt(row, f"{policy} k={k}", lambda p=policy, k=k: sj_tac.convert(net, p, k, example_input=x))
         if fast is None:
             continue
-        nets[policy] = fast
+        nets[f"{policy} k={k}"] = fast
+        if k != K:
+            continue
         report = sj_tac.report(fast)
         if policy == "preserve":
             sampled = fast._sj_tac.plan.sampled
@@ -175,8 +183,8 @@ def examine(name: str, rounds: int) -> Row:
             row.reasons |= {str(v.reason): f"{v.layer}: {v.detail}" for v in report.refused if v.reason not in row.reasons}
     ms = timed(nets, x, rounds)
     row.host_ms = min(ms["SpikingJelly"], ms.get("folded", ms["SpikingJelly"]))
-    row.preserve = row.host_ms / ms["preserve"] if "preserve" in ms else 0.0
-    row.collapsed = row.host_ms / ms["collapse"] if "collapse" in ms else 0.0
+    row.faster = {f"{p} k={k}": row.host_ms / ms[f"{p} k={k}"] for p, k in TIMED if f"{p} k={k}" in ms}
+    row.of_eager = min((ms["SpikingJelly"] / ms[label] for label in row.faster), default=0.0)
     return row
 
 
@@ -185,18 +193,32 @@ def codes(counts: dict[str, int]) -> str:
 
 
 COLUMNS = (
-    *("net", "input", "convs", "traced", "converted", "refused", "collapse", "refused there", "k=1", "host ms"),
-    *("preserve k=2", "collapse k=2"),
+    *("net", "input", "convs", "traced", "converted", "refused", "collapse", "refused there", "unfused", "host ms"),
+    *(f"{policy} k={k}" for policy, k in TIMED),
+    "least, of eager",
 )
 
 
 def cells(r: Row) -> list[str]:
     """One line of a family's table."""
-    faster = [f"{value:.2f}x" if value else "-" for value in (r.preserve, r.collapsed)]
+    values = [*(r.faster.get(f"{policy} k={k}", 0.0) for policy, k in TIMED), r.of_eager]
+    faster = [f"{value:.2f}x" if value else "-" for value in values]
     counts = [str(r.convs), r.traced or "-", str(r.converted), codes(r.refused) or "-"]
     collapse = [str(r.collapse), codes(r.collapse_refused) or "-"]
     ms = f"{r.host_ms:.1f}" if r.host_ms else "-"
     return [f"`{r.name}`", "x".join(map(str, r.shape)), *counts, *collapse, r.k1_unfused or "-", ms, *faster]
+
+
+def _least(rows: list[Row]) -> str:
+    """How much faster than its source the net is that gains least, at the k where it does."""
+    kinds = ", ".join(f"{policy} k={k}" for policy, k in TIMED)
+    timed = [r for r in rows if r.of_eager]
+    if not timed:
+        return "Nothing was timed."
+    last = min(timed, key=lambda r: r.of_eager)
+    slower = [r.name for r in timed if r.of_eager < 1]
+    found = f"Slower than SpikingJelly eager: {', '.join(slower)}" if slower else "No net is slower than SpikingJelly eager"
+    return f"{kinds}: {found}. `{last.name}` gains least, {last.of_eager:.2f}x."
 
 
 def page(rows: list[Row], where: dict[str, Any]) -> str:
@@ -216,10 +238,13 @@ def page(rows: list[Row], where: dict[str, Any]) -> str:
         f"- k=1, unfused: the source's output bit for bit in {equal} of {len(checked)}. Fused: {flips} of {spikes:,} spikes "
         f"differ from SpikingJelly's own on the same drives ({flips / max(1, spikes):.1e}; folding BatchNorm changes last "
         "bits).",
+        f"- {_least(rows)}",
         f"- k={K}, both policies: `convert` ran each net on its input and found the source's output shape, and finite "
         "numbers.",
-        "- *traced*: on symbols alone, or with a sample beside them (`example_input=`). The speed-up is over the faster of "
-        "SpikingJelly eager and SpikingJelly with BatchNorm folded, interleaved medians; torch.compile of all of these "
+        "- *traced*: on symbols alone, or with a sample beside them (`example_input=`); *unfused*: whether its output is "
+        "the source's at k=1. Speed-ups are over the faster of SpikingJelly eager and SpikingJelly with BatchNorm folded, "
+        "interleaved medians; *least, of eager*: the smallest one over SpikingJelly eager, the source as it is. "
+        "torch.compile of all of these "
         "would take hours, see benchmarks/results for the nets that were measured against it. The inputs are small, where "
         "reading the weights costs as much as computing with them.",
         "",
