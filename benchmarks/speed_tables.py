@@ -72,4 +72,12 @@ def first_layer(content: dict[str, Any]) -> str:
     return about + rows(["layer, in two kernels / in one", *ks], lines)
 
 
-TABLES = {"measured": measured, "compared": compared, "steps": steps, "first_layer": first_layer}
+def idioms(content: dict[str, Any]) -> str:
+    """Miniature nets, by k: how much faster than the source itself."""
+    ks = [key for key in content["rows"][0] if key.startswith("k=")]
+    lines = [[row["name"], f"{row['ms']:.2f}", *(f"{row[k]:.2f}x" for k in ks)] for row in content["rows"]]
+    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.\n\n"
+    return about + rows(["idiom", "SpikingJelly eager, ms", *ks], lines)
+
+
+TABLES = {"idioms": idioms, "measured": measured, "compared": compared, "steps": steps, "first_layer": first_layer}
