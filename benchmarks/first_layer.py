@@ -8,12 +8,10 @@ On CUDA that kernel is off unless the environment asks for it (docs/gpu.md); ben
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +21,9 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks.measure import LAST, RESULTS, interleaved, parsed, parser
+from benchmarks.measure import LAST, interleaved, parsed, parser, save_rows
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import RUNS
-from sj_tac.support import machine
 
 
 class Case(NamedTuple):
@@ -159,9 +156,7 @@ def main() -> None:
         cells = (f"{row[f'two k={k}']} -> {row[f'one k={k}']}" if row[f"taken k={k}"] else "not taken" for k in KS)
         table.add_row(row["name"], *cells)
     Console().print(table)
-    path = options.out or RESULTS / f"first-layer-cpu{'-kept-memory' * options.keep_memory}-{date.today()}.json"
-    content = {"kind": "first_layer", "rounds": options.rounds, "machine": machine.describe(), "rows": found}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    save_rows(options, "first_layer", found)
 
 
 if __name__ == "__main__":

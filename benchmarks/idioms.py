@@ -8,10 +8,8 @@ eager, which is the source itself.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,8 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks.measure import RESULTS, interleaved, parsed, parser
+from benchmarks.measure import interleaved, parsed, parser, save_rows
 from benchmarks.nets import wake
-from sj_tac.support import machine
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "idioms")]
 KS = (1, 2, 4)
@@ -67,9 +64,7 @@ def main() -> None:
     for one in found:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in one.values()))
     Console().print(table)
-    path = options.out or RESULTS / f"idioms-cpu-{date.today()}.json"
-    content = {"kind": "idioms", "rounds": options.rounds, "machine": machine.describe(), "rows": found}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    save_rows(options, "idioms", found)
 
 
 if __name__ == "__main__":

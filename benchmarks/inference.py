@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -21,18 +22,17 @@ EAGER, FOLDED, COMPILED = "SpikingJelly eager", "SpikingJelly BN folded", "Spiki
 AS_LAID = ", layouts kept"
 
 
-def configurations(net: nn.Module, x: Tensor, compiled: str | None, autocast: bool) -> dict[str, nn.Module]:
+def configurations(net: nn.Module, x: Tensor, options: Namespace) -> dict[str, nn.Module]:
     """What is compared, by name. Contiguous weights first, then channels_last, which the host gains from as well.
 
-    ``compiled``: the memory formats that torch.compile is tried in, "both" or "channels_last"; None: neither.
-    ``autocast``: they are called under it, in bfloat16; nets that were converted to it are called outside.
+    Under ``options.autocast`` they are called in bfloat16; nets that were converted to it are called outside of it.
     """
     found: dict[str, nn.Module] = {"T separate calls (the paper's baseline)": measure.SeparateCalls(net)}
     layouts = {"": net, measure.LAST: copy.deepcopy(net).to(memory_format=torch.channels_last)}
     for suffix, source in layouts.items():
         found[EAGER + suffix] = source
         found[FOLDED + suffix] = conv_bn_fusion.fuse_conv_bn_eval_modules(source)
-        if compiled == "both" or (compiled and suffix):
+        if measure.compiles(options, suffix):
             folded = conv_bn_fusion.fuse_conv_bn_eval_modules
             found[COMPILED + suffix] = torch.compile(folded(source))
             found[COMPILED + AS_LAID + suffix] = torch.compile(folded(source), options={"layout_optimization": False})
@@ -42,7 +42,7 @@ def configurations(net: nn.Module, x: Tensor, compiled: str | None, autocast: bo
                 continue
             if sj_tac.plan(net, policy, k, example_input=x[:, :1]).converted:
                 found[f"sj_tac {policy} k={k}{suffix}"] = sj_tac.convert(layouts[suffix], policy, k, example_input=x[:, :1])
-    for k in KS if autocast else ():
+    for k in KS if options.autocast else ():
         half = sj_tac.convert(layouts[measure.LAST], "preserve", k, dtype=torch.bfloat16)
         found[f"sj_tac bfloat16 preserve k={k}{measure.LAST}"] = measure.OutsideAutocast(half)
     return found
@@ -62,7 +62,7 @@ def main() -> None:
             with measure.precision(options):
                 module(x)
 
-        found = configurations(net, x, options.compile, options.autocast)
+        found = configurations(net, x, options)
         runs = {label: lambda module=module: timed(module) for label, module in found.items()}
         runs |= {name: measure.under(options, bare) for name, bare in measure.floors(net, x, KS).items()}
         ready = {}

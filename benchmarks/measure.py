@@ -155,6 +155,11 @@ def arguments(description: str, names: list[str]) -> argparse.Namespace:
     return options
 
 
+def compiles(options: argparse.Namespace, suffix: str) -> bool:
+    """Whether torch.compile is to be tried of a net in this memory format: "" or ``LAST``."""
+    return options.compile == "both" or (options.compile is not None and suffix == LAST)
+
+
 def table(title: str, rows: list[dict[str, Any]], console: Console) -> None:
     """Rows with name, ms, to_best, to_floor and any more columns."""
     shown = Table(title=title, title_justify="left")
@@ -202,6 +207,14 @@ def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tup
     path = options.out or RESULTS / f"{'-'.join(words)}-{date.today().isoformat()}.json"
     more = {"precision": "bfloat16, by autocast"} if options.autocast else {}
     console.print(f"Written: {save(path, kind, results, options.rounds, more)}")
+
+
+def save_rows(options: argparse.Namespace, kind: str, found: list[dict[str, Any]]) -> None:
+    """Rows with the machine, as JSON, of a benchmark that is not of whole nets."""
+    memory = "-kept-memory" if options.keep_memory else ""
+    path = options.out or RESULTS / f"{kind.replace('_', '-')}-cpu{memory}-{date.today()}.json"
+    content = {"kind": kind, "rounds": options.rounds, "machine": machine.describe(), "rows": found}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def save(

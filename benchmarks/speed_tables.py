@@ -10,11 +10,16 @@ from benchmarks.tables import rows, where
 BARE = "bare convolutions"
 
 
+def _about(content: dict[str, Any]) -> str:
+    """Where, how often and in which of the two memory modes it was measured."""
+    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
+    return f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}"
+
+
 def measured(content: dict[str, Any]) -> str:
     """Every configuration of every net: milliseconds, to the best of SpikingJelly, to the convolutions alone, memory."""
-    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
     kind = f" Everything in {content['precision']}." if "precision" in content else ""
-    text = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}{kind}\n"
+    text = f"{_about(content)}{kind}\n"
     for net, found in content["results"].items():
         saved = [("saved MB", "saved for backward, MB")] if "saved MB" in found[0] else []
         more = [*saved, ("peak MB", "peak MB")]
@@ -44,23 +49,20 @@ def compared(content: dict[str, Any]) -> str:
             cells.append(f"{found[name]['to_best']:.2f}x" if name in found else "")
         lines.append(cells)
     head = ["net", "best SpikingJelly, ms", "which", *(f"preserve k={k}" for k in ks)]
-    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
-    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}\n\n"
+    about = f"{_about(content)}\n\n"
     return about + rows([*head, *(f"collapse k={k}" for k in ks if k > 1)], lines)
 
 
 def steps(content: dict[str, Any]) -> str:
     """A training step of one net in several ways, with SpikingJelly's as the measure."""
-    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
     (found,) = content["results"].values()
     lines = [[row["name"], f"{row['ms']:.1f}", f"{row['to_best']:.2f}x"] for row in found]
-    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}\n\n"
+    about = f"{_about(content)}\n\n"
     return about + rows(["", "ms", "to SpikingJelly"], lines)
 
 
 def first_layer(content: dict[str, Any]) -> str:
     """First layers in two kernels and in one, by k; nothing where one kernel is not taken."""
-    memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
     ks = [key.removeprefix("one ") for key in content["rows"][0] if key.startswith("one ")]
 
     def cell(row: dict[str, Any], k: str) -> str:
@@ -68,7 +70,7 @@ def first_layer(content: dict[str, Any]) -> str:
         return f"{two:.1f} / {one:.1f} = {two / one:.2f}x" if row[f"taken {k}"] else ""
 
     lines = [[row["name"], *(cell(row, k) for k in ks)] for row in content["rows"]]
-    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory} Milliseconds.\n\n"
+    about = f"{_about(content)} Milliseconds.\n\n"
     return about + rows(["layer, in two kernels / in one", *ks], lines)
 
 
@@ -76,7 +78,7 @@ def idioms(content: dict[str, Any]) -> str:
     """Miniature nets, by k: how much faster than the source itself."""
     ks = [key for key in content["rows"][0] if key.startswith("k=")]
     lines = [[row["name"], f"{row['ms']:.2f}", *(f"{row[k]:.2f}x" for k in ks)] for row in content["rows"]]
-    about = f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.\n\n"
+    about = f"{_about(content)}\n\n"
     return about + rows(["idiom", "SpikingJelly eager, ms", *ks], lines)
 
 

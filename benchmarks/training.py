@@ -51,7 +51,7 @@ def main() -> None:
         for suffix in ("", measure.LAST):
             source = copy.deepcopy(net).to(memory_format=torch.channels_last if suffix else torch.contiguous_format)
             found[EAGER + suffix] = source
-            if options.compile == "both" or (options.compile and suffix):
+            if measure.compiles(options, suffix):
                 found[COMPILED + suffix] = torch.compile(copy.deepcopy(source))
             for k in (1, 2, 4):
                 if k <= x.shape[0]:
