@@ -74,8 +74,8 @@ def events(name: str) -> Callable[[Namespace], tuple[training.Data, training.Dat
 TASKS = {
     "MNIST": Task(nets.DigitNet, images("mnist"), 8, {0: 8, 4: 4, 7: 1}),
     "Fashion-MNIST": Task(nets.DigitNet, images("fashion"), 8, {0: 8, 4: 4, 7: 1}),
-    "N-MNIST": Task(nets.EventNet, events("nmnist"), 16, {0: 8, 10: 4, 13: 1}, weights="mixed"),
-    "gestures": Task(lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 16, {0: 8, 8: 4, 12: 1}, weights="mixed"),
+    "N-MNIST": Task(nets.EventNet, events("nmnist"), 16, {0: 4, 8: 2, 13: 1}),
+    "gestures": Task(lambda: nets.GestureNet(11, 24, 4, 32), events("gestures"), 16, {0: 4, 8: 2, 13: 1}),
 }
 
 
