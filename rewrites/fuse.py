@@ -79,6 +79,9 @@ class _Fuse:
 
     def neuron(self, node: Node) -> None:
         name = str(node.module)
+        if name in self.layout.heads:
+            self.head(name)
+            return
         chain = next((c for c in self.chains.values() if c.neuron == name), None)
         behind = self.pool(node)
         if self.layout.units[name].pools_later and (behind is None or behind.module not in self.layout.pools):
@@ -94,6 +97,15 @@ class _Fuse:
             raise
         self.units[name] = FusedUnit(pool, kernel, slower)
         self.writers[(behind or node).index] = name
+
+    def head(self, name: str) -> None:
+        """A neuron of a Linear layer, where a compiled kernel runs it; no converted layer, of which a backend is asked."""
+        try:
+            kernel, slower = kernels.plan(self.backend, self.modules[name], None, self.parameter)
+        except BackendError:
+            return
+        if kernel in backends.COMPILED and not slower:
+            self.units[name] = FusedUnit(None, kernel, slower)
 
     def pool(self, node: Node) -> Node | None:
         """The pool that the neuron's spikes go to, and nothing else, where ``fire`` knows how to pool so."""

@@ -73,6 +73,7 @@ class Layout:
             and its pool, and Dropouts in a region; ends: modules that need ordinary frames.
         refused: of a conv, why; stretched: what runs at the rate of a collapse without being converted.
         affine: registered modules that drives may pass.
+        heads: of the units, the neurons of Linear layers that nobody converts: their steps run as one operator, too.
         early: of a conv, what ends its collapse before it reaches a neuron; emits_groups: the output keeps T / k frames.
     """
 
@@ -88,6 +89,7 @@ class Layout:
     early: dict[str, str] = field(default_factory=dict)
     emits_groups: bool = False
     affine: tuple[str, ...] = ()
+    heads: frozenset[str] = frozenset()
 
     @property
     def folds(self) -> bool:
@@ -157,6 +159,9 @@ class _Walk:
         known = [c for c in chains.values() if isinstance(c, Chain) and c.conv not in refused]
         self.chains = {c.site: c for c in known if settings[c.conv].mode != "keep"}
         self.kept = {c.site: c.conv for c in known if settings[c.conv].mode == "keep"}
+        # What a policy speaks of is left as it says.
+        self.spoken_of = set(chains)
+        self.heads: set[str] = set()
         self.drives: dict[str, DrivePlace] = {}
         self.units: dict[str, UnitPlace] = {}
         self.norms: dict[str, str] = {}
@@ -188,6 +193,7 @@ class _Walk:
         return Layout(
             self.drives, self.units, self.norms, frozenset(self.aggregated), self.means, tuple(self.before),
             tuple(self.ends), self.refused, self.stretched, self.early, self.emits_groups(), self.registered_affine(),
+            frozenset(self.heads),
         )  # fmt: skip
 
     def end(self, node: Node, pending: frozenset[str], why: str) -> None:
@@ -297,6 +303,9 @@ class _Walk:
         driving = [c for c in self.chains.values() if name in c.neurons and c.conv in self.drives]
         self.pending[node.index] = frozenset()
         if span == PLAIN and not driving:
+            if self.is_head(node):
+                self.heads.add(name)
+                self.units[name] = UnitPlace(span)
             return
         if host.is_registered_neuron(self.modules[name]):
             self.end(node, frozenset(), "")
@@ -320,6 +329,15 @@ class _Walk:
         self.units[name] = UnitPlace(span, merge, normalize, bool(path), any(c.folded for c in driving))
         if not driving:
             self.stretched[name] = span
+
+    def is_head(self, node: Node) -> bool:
+        """True for a neuron of a Linear layer, as heads have them, that is none of the policy's layers."""
+        before, name = self.graph.inputs(node), str(node.module)
+        if len(before) != 1 or not node.once or node.folded or host.is_registered_neuron(self.modules[name]):
+            return False
+        site = str(before[0].module)
+        linear = before[0].kind is Kind.SITE and host.kind(self.modules[site]) in host.LINEARS
+        return linear and site not in self.spoken_of
 
     def mean_pool(self, neuron: Node) -> tuple[list[str], str]:
         """The last MaxPool behind a neuron, before anything that weighs spikes: there the mean is taken.

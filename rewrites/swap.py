@@ -76,8 +76,11 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
     pools = dict(layout.pools) | dict.fromkeys([*layout.before, *fusion.through], PLAIN)
     for name, unit_place in layout.units.items():
         fused = fusion.units.get(name)
+        if fused is None and name in layout.heads:
+            continue
         unit = Unit(name, borders, unit_place.span, unit_place.merge, unit_place.normalize)
         unit.pools_later, unit.backend, unit.folded = unit_place.pools_later, plan.backend, unit_place.folded
+        unit.head = name in layout.heads
         if fused is not None and fused.pool is not None:
             unit.pool = modules[fused.pool]
             pools.setdefault(fused.pool, PLAIN)

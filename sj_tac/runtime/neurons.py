@@ -40,6 +40,7 @@ class Unit:
         span: what the trace says of the frames in front of it; merge: how many steps it takes as one, in a binary collapse.
         pool: the pool behind it that ``fire`` does, or None; pools_later: the mean is taken at a pool further on.
         folded: its drives were folded, so that T is looked at.
+        head: it is the neuron of a Linear layer that is not converted.
         reader: the conv that sums are prepared for, or None; direct: the one that reads them in another dtype, or None.
         launches: what straight.py has prepared, by what it was prepared for.
         ran: the kernel of the last call, or why it ran as the host's own steps; convolved: that kernel ran the convolution
@@ -55,6 +56,7 @@ class Unit:
     pool: Any = None
     pools_later: bool = False
     folded: bool = False
+    head: bool = False
     backend: str = "auto"
     ran: str = ""
     convolved: bool = False
@@ -141,8 +143,9 @@ class UnitModule(neuron.BaseNode):
             unit.borders.check(x_seq, unit.name)
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
-        if type(x_seq) is Shared and not torch.is_grad_enabled() and not args and not kwargs:
-            found = straight.run(self, unit, x_seq)
+        if not torch.is_grad_enabled() and not args and not kwargs:
+            short: Any = straight.run if type(x_seq) is Shared else straight.run_features if unit.head else None
+            found = None if short is None else short(self, unit, x_seq)
             if found is not None:
                 return found
         problem = host.neuron_problem(self) or ("it is called with more than its drive" if args or kwargs else "")

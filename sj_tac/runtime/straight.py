@@ -22,8 +22,8 @@ from sj_tac.kernels.layout import empty
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
 from sj_tac.runtime.deferred import Deferred, Narrow
-from sj_tac.runtime.expressions import Made
-from sj_tac.runtime.groups import Groups, Sums
+from sj_tac.runtime.expressions import Made, SharedExpression
+from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.runs import Again, Inputs, Run
 from sj_tac.runtime.values import Shared, Spikes
 
@@ -200,6 +200,24 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
         node.v_seq = None
     unit.ran, unit.convolved = found.launch.kernel, found.launch.convolves
     return _value(node, unit, found, wanted, (inputs, y), out)
+
+
+def run_features(node: Any, unit: Unit, x: Tensor) -> Tensor | None:
+    """The frames that a unit emits for ordinary ones [T, N, F]; None where the long way must be taken. As ``run``."""
+    v = node._memories["v"]
+    if type(x) is not Tensor or x.dim() != 3 or (type(v) is Tensor and v.shape != x.shape[1:]):
+        return None
+    maps = Shared.of(SharedExpression(x[..., None, None], single(x.shape[0])))
+    try:
+        if type(v) is Tensor:
+            node._memories["v"] = v[..., None, None]
+        found = run(node, unit, maps)
+        last = v if found is None else node._memories["v"].view(x.shape[1:])
+    except BaseException:
+        node._memories["v"] = v
+        raise
+    node._memories["v"] = last
+    return None if found is None else found.frames(unit.name).view(x.shape)
 
 
 def _with_convolution(

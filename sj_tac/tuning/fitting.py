@@ -72,7 +72,7 @@ class Places:
             ):
                 seen.add(id(modules[name].bias))
                 convs.append(name)
-        units = tuple(n for n, m in modules.items() if isinstance(m, UnitModule))
+        units = tuple(n for n, m in modules.items() if isinstance(m, UnitModule) and not m._tac.head)
         return cls(tuple(norms), tuple(convs), norm_of, frozenset(direct), units)
 
     def take(self, converted: nn.Module) -> dict[str, dict[str, Tensor]]:

@@ -234,7 +234,7 @@ class Matcher:
 
 def usual(converted: nn.Module) -> tuple[str, ...]:
     """The one method that is right for most nets of these neurons: rates for IF with hard reset, else moments."""
-    nodes = [m for m in converted.modules() if isinstance(m, UnitModule)]
+    nodes = [m for m in converted.modules() if isinstance(m, UnitModule) and not m._tac.head]
     hard = [m for m in nodes if isinstance(m, host.neuron.IFNode) and m.v_reset is not None]
     return ("rates",) if 2 * len(hard) > len(nodes) else ("moments",)
 
