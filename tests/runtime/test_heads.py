@@ -51,6 +51,9 @@ def called(net, frames, grad):
     """Outputs of two calls, voltages of the heads and gradients."""
     functional.reset_net(net)
     net.zero_grad()
+    for module in net.modules():
+        if isinstance(module, neuron.BaseNode):
+            module.train(grad)  # SpikingJelly before 2.0 has no gradients in evaluation
     with torch.set_grad_enabled(grad):
         outputs = [net(x) for x in frames]
     if grad:
