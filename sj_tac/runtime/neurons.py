@@ -40,7 +40,7 @@ class Unit:
         span: what the trace says of the frames in front of it; merge: how many steps it takes as one, in a binary collapse.
         pool: the pool behind it that ``fire`` does, or None; pools_later: the mean is taken at a pool further on.
         folded: its drives were folded, so that T is looked at.
-        head: it is the neuron of a Linear layer that is not converted.
+        head: it is the neuron of a Linear layer that is not converted: half voltages of it stay half.
         reader: the conv that sums are prepared for, or None; direct: the one that reads them in another dtype, or None.
         launches: what straight.py has prepared, by what it was prepared for.
         ran: the kernel of the last call, or why it ran as the host's own steps; convolved: that kernel ran the convolution
@@ -70,6 +70,10 @@ class Unit:
     def __getstate__(self) -> dict[str, Any]:
         # A unit alone must not drag its readers along; the root links them again (root.py).
         return self.__dict__ | {"reader": None, "direct": None, "launches": {}, "_means": {}, "made": Counter(self.made)}
+
+    def keeps_half(self, x: Tensor) -> bool:
+        """Whether the steps are the host's, with voltages in the half dtype of ``x``: kernels have them in float32."""
+        return self.head and host.wide_dtype(x.dtype) is not x.dtype
 
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
@@ -113,14 +117,14 @@ class Unit:
 
 
 class UnitModule(neuron.BaseNode):
-    """A neuron of a converted net. Its voltage is float32 for half inputs."""
+    """A neuron of a converted net. The voltage of a converted layer's is float32 for half inputs."""
 
     _tac: Unit
 
     def materialize_states(self, inputs: tuple[Any, ...], states: tuple[Any, ...], step_mode: str) -> tuple[Any, ...]:
         x = inputs[0]
         wide = host.wide_dtype(x.dtype)
-        if step_mode == "m" and x.dtype != wide and self._neuron_precision is None:
+        if step_mode == "m" and x.dtype != wide and self._neuron_precision is None and not self._tac.head:
             # The host keeps the voltage in the input's dtype; a decay of a half voltage loses small drives for good.
             state, *others = super().materialize_states((x[:1].to(wide), *inputs[1:]), states, step_mode)
             return (_recordable(state), *others)
@@ -149,6 +153,8 @@ class UnitModule(neuron.BaseNode):
             if found is not None:
                 return found
         problem = host.neuron_problem(self) or ("it is called with more than its drive" if args or kwargs else "")
+        if unit.keeps_half(x_seq):
+            problem = "it is not converted, and its voltage is as half as its drives"
         surrogate = self._modules.get("surrogate_function")  # a bare function is no module
         if surrogate is not None and (surrogate._forward_hooks or surrogate._forward_pre_hooks):
             problem = "a hook watches its surrogate function"
@@ -289,7 +295,7 @@ class UnitModule(neuron.BaseNode):
             unit.ran = unit.ran if host.neuron_problem(self) else reference.NAME
         if args or kwargs:
             return super().multi_step_forward(x, *args, **kwargs)
-        if compiled.is_free(x) and (kernel := compiled.kernel_of(self, x)):
+        if compiled.is_free(x) and not unit.keeps_half(x) and (kernel := compiled.kernel_of(self, x)):
             return self._on_free_frames(x, kernel)
         if unit.merge > 1:
             return self._merged_steps(x)
@@ -320,7 +326,7 @@ class UnitModule(neuron.BaseNode):
             host.put_state(self, last, [])
             return out
         # The older host makes a voltage of its input's dtype, so that is what widens it.
-        spikes: Tensor = super().multi_step_forward(x if host.IS_V2 else x.to(host.wide_dtype(x.dtype)))
+        spikes: Tensor = super().multi_step_forward(x if host.IS_V2 or self._tac.head else x.to(host.wide_dtype(x.dtype)))
         return spikes.to(x.dtype)
 
     def _merged_steps(self, x: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
 def run_features(node: Any, unit: Unit, x: Tensor) -> Tensor | None:
     """The frames that a unit emits for ordinary ones [T, N, F]; None where the long way must be taken. As ``run``."""
     v = node._memories["v"]
-    if type(x) is not Tensor or x.dim() != 3 or (type(v) is Tensor and v.shape != x.shape[1:]):
+    if type(x) is not Tensor or x.dim() != 3 or unit.keeps_half(x) or (type(v) is Tensor and v.shape != x.shape[1:]):
         return None
     maps = Shared.of(SharedExpression(x[..., None, None], single(x.shape[0])))
     try:
