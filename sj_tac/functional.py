@@ -55,7 +55,7 @@ def aggregate(
         tail = [w * scale for w in chosen[-rest:]]
     if len(tail) != rest:
         raise ValueError(f"aggregate got {len(tail)} tail weights, but T={steps} and k={k} leave {rest} frames")
-    return aggregation.RUNNERS[aggregation.choose(backend, x.device, x.dtype)](x, chosen, tail)
+    return aggregation.run(aggregation.choose(backend, x.device, x.dtype), x, chosen, tail)
 
 
 def expand(y: Tensor, k: int, steps: int) -> Tensor:

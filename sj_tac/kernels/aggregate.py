@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,14 @@ from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate_op, backends, reference
 from sj_tac.kernels.checks import INSTEAD, refuse_tangents
 
-run_reference = reference.aggregate
+# What comes to the CPU's kernel there; who asks has little time.
+_ON_CPU = ("auto", backends.NUMBA)
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel that runs. Raises BackendError where a named one cannot."""
+    if device.type == "cpu" and backend in _ON_CPU:
+        return backends.NUMBA
     if backends.choose(backend) == reference.NAME:
         return reference.NAME
     kernel, problem = backends.fastest(backend, device, dtype)
@@ -36,24 +39,28 @@ def _flat(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[floa
     return reference.constant([float(w) for w in flat], wide, frames.device), group
 
 
-def run_numba(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
-    """The compiled kernel, through the torch operator ``sj_tac::aggregate`` where that has something to do."""
-    chosen, group = _flat(frames, weights, tail)
-    wide = frames.to(chosen.dtype) if frames.dtype is torch.float16 else frames
-    if dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen):
-        return aggregate_op.aggregate_now(wide, chosen, group).to(frames.dtype)
-    return _by_operator(wide, chosen, group).to(frames.dtype)
+def run(kernel: str, frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
+    """``reference.aggregate`` by the kernel of that name."""
+    if kernel == reference.NAME:
+        return reference.aggregate(frames, weights, tail)
+    return run_compiled(kernel, frames, *_flat(frames, weights, tail))
 
 
-def _run_cuda(launcher: str) -> Runner:
-    def run(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[float | Tensor] = ()) -> Tensor:
-        """The CUDA kernel, which reads and writes half itself; through the torch operator where that has something to do."""
-        chosen, group = _flat(frames, weights, tail)
-        if dispatch.is_plain(frames) and not dispatch.differentiates(frames, chosen):
-            return aggregate_op.on_cuda(frames, chosen, group, launcher)
-        return _by_operator(frames, chosen, group, launcher)
+def run_compiled(kernel: str, frames: Tensor, weights: Tensor, group: int) -> Tensor:
+    """The sums of ``group`` frames each by a compiled kernel; through the torch operator where that has something to do.
 
-    return run
+    Args:
+        weights: one for each frame, [T], of the dtype that sums of ``frames`` have.
+    """
+    straight = dispatch.is_plain(frames) and not dispatch.differentiates(frames, weights)
+    if kernel != backends.NUMBA:  # these read and write half themselves
+        if straight:
+            return aggregate_op.on_cuda(frames, weights, group, kernel)
+        return _by_operator(frames, weights, group, kernel)
+    if frames.dtype is not torch.float16:
+        return (aggregate_op.aggregate_now if straight else _by_operator)(frames, weights, group)
+    wide = frames.to(weights.dtype)
+    return (aggregate_op.aggregate_now if straight else _by_operator)(wide, weights, group).to(frames.dtype)
 
 
 def _by_operator(frames: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
@@ -61,8 +68,3 @@ def _by_operator(frames: Tensor, weights: Tensor, group: int, launcher: str = ""
     refuse_tangents("aggregate", frames, weights, advice=INSTEAD)
     summed: Tensor = aggregate_op.aggregate(frames, weights, group, launcher)
     return summed
-
-
-Runner = Callable[..., Tensor]
-RUNNERS: dict[str, Runner] = {reference.NAME: run_reference, backends.NUMBA: run_numba}
-RUNNERS |= {name: _run_cuda(name) for name in backends.ON_CUDA}

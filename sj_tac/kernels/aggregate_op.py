@@ -5,13 +5,14 @@ Numba is imported, and compiles, when an operator first runs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sj_tac.kernels.checks import check_aggregate, refuse_dtype
-from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
+from sj_tac.kernels.cpu.threads import ALONE, flat, frames_or_none, share, vector
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last
 
@@ -31,6 +32,13 @@ def _rows(x: Tensor, like: Tensor) -> Any:
     return flat(x, last, like).reshape(x.shape[0], -1)
 
 
+@cache
+def _compiled() -> Any:
+    from sj_tac.kernels.cpu import aggregate as numba_aggregate
+
+    return numba_aggregate
+
+
 def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
     """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T].
 
@@ -39,15 +47,23 @@ def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") ->
     Args:
         launcher: what is to launch the CUDA kernel, by its name; "": the first that works. Without meaning on a CPU.
     """
-    from sj_tac.kernels.cpu import aggregate as numba_aggregate
-
     refuse_dtype("aggregate", x, ON_CPU)
     check_aggregate(x, weights, group)
-    out = _like(x, -(-x.shape[0] // group))
-    rows = _rows(x, x)
-    pieces = -(-rows.shape[1] // numba_aggregate.PIECE)
-    assert rows.shape[0] == x.shape[0] == weights.numel(), (rows.shape, weights.shape)
-    share(numba_aggregate.forward, pieces, x.numel(), rows, vector(weights, x), group, _rows(out, x))
+    numba_aggregate, shape = _compiled(), x.shape
+    if x.is_contiguous() and x.dtype is not torch.bfloat16:
+        # What _rows and _like do, without their calls: small maps cost little more than the way to their kernel.
+        out = torch.empty((-(-shape[0] // group), *shape[1:]), dtype=x.dtype, device=x.device)
+        rows = (x.detach() if x.requires_grad else x).numpy().reshape(shape[0], -1)
+        written = out.numpy().reshape(out.shape[0], -1)
+    else:
+        out = _like(x, -(-shape[0] // group))
+        rows, written = _rows(x, x), _rows(out, x)
+    pieces, work = -(-rows.shape[1] // numba_aggregate.PIECE), rows.size
+    assert rows.shape[0] == shape[0] == weights.numel(), (rows.shape, weights.shape)
+    if work < ALONE:
+        numba_aggregate.forward.serial(0, pieces, rows, vector(weights, x), group, written)
+    else:
+        share(numba_aggregate.forward, pieces, work, rows, vector(weights, x), group, written)
     RUNS["aggregate", "numba"] += 1
     return out
 
@@ -66,10 +82,9 @@ def aggregate_backward(
     go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool, launcher: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Gradients to x and weights; empty where not needed."""
-    from sj_tac.kernels.cpu import aggregate as numba_aggregate
-
     refuse_dtype("aggregate", x, ON_CPU)
     check_aggregate(x, weights, group, go)
+    numba_aggregate = _compiled()
     frames, size = x.shape[0], x.numel() // x.shape[0]
     pieces = -(-size // numba_aggregate.PIECE)
     gx = _like(x, frames) if need_x else x.new_empty(0)

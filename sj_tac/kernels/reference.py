@@ -76,15 +76,13 @@ def repeat(frames: Tensor, lengths: Sequence[int]) -> Tensor:
     """Frame g of [G, ...] ``lengths[g]`` times: [sum(lengths), ...]. All lengths but the last are equal."""
     if all(length == 1 for length in lengths):
         return frames
-    ragged = lengths[-1] != lengths[0]
-    whole = frames[:-1] if ragged else frames
-    parts = [whole.unsqueeze(1).expand(-1, lengths[0], *whole.shape[1:]).flatten(0, 1)]
+    if lengths[-1] > lengths[0]:
+        return torch.cat([repeat(frames[:-1], lengths[:-1]), repeat(frames[-1:], lengths[-1:])])
+    found = frames.unsqueeze(1).expand(-1, lengths[0], *frames.shape[1:]).flatten(0, 1)
     if len(lengths) == 1:
         # One frame repeated is a view of it, which nobody could write into.
-        return parts[0].clone()
-    if ragged:
-        parts.append(frames[-1:].expand(lengths[-1], *frames.shape[1:]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found.clone()
+    return found if lengths[-1] == lengths[0] else found[: sum(lengths)]
 
 
 def mean(frames: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -172,8 +172,10 @@ class Drive:
         """The sums of compact frames or ordinary ones."""
         if wanted.sums_nothing:
             return x
-        run = aggregation.RUNNERS[aggregation.choose(self.backend, x.device, x.dtype)]
-        return run(x, *wanted.weights())
+        kernel = aggregation.choose(self.backend, x.device, x.dtype)
+        if kernel == reference.NAME:
+            return reference.aggregate(x, *wanted.weights())
+        return aggregation.run_compiled(kernel, x, wanted.flat, wanted.size)
 
     def sums_of_free_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, int]:
         """In a call that torch compiles: the sums of any number of frames [T, ...], and how many frames each is for."""
