@@ -51,6 +51,52 @@ def test_large_blocks_need_no_new_pages():
     assert sum(found["after"]) <= sum(found["before"]) / 50, found
 
 
+MEANWHILE = """
+import json, resource, torch, sj_tac
+from sj_tac.support import memory
+def faults(rounds=10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        torch.empty(64 << 18).fill_(1.0)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / rounds
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
+found, least = {"before": faults(), "modes": []}, resident()
+try:
+    with memory.kept_meanwhile():
+        faults(30)  # the allocator finds its way
+        found["meanwhile"] = faults()
+        found["modes"].append(memory.mode())
+        found["held"] = resident() - least
+        raise KeyError
+except KeyError:
+    found["modes"].append(memory.mode())
+found |= {"left": resident() - least, "after": faults()}
+with memory.kept_meanwhile():
+    sj_tac.keep_memory()
+faults(30)
+print(json.dumps(found | {"asked": faults()}))
+"""
+
+
+@on_glibc
+def test_memory_is_kept_for_as_long_as_it_takes():
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEANWHILE], env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["modes"] == ["default", "default"]
+    assert found["before"] >= 64 // 2
+    assert found["meanwhile"] <= found["before"] / 50, found
+    assert found["held"] > 32, found
+    assert found["left"] < 32, found
+    assert found["after"] >= 64 // 2
+    # Who asks for it to stay so is not overruled.
+    assert found["asked"] <= found["before"] / 50, found
+
+
 NET = """
 import json, resource, torch, sj_tac
 from spikingjelly.activation_based import functional, layer, neuron

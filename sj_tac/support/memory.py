@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 # The largest number that mallopt takes: blocks up to 2 GiB come from memory that stays, and none of it is given back.
 LARGEST = 2**31 - 1
+# Where glibc's own limits come to lie once a process has freed a large block, which raises them; and its number of maps.
+USUAL = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20, M_MMAP_MAX: 65_536}
 # Variables that say the same to glibc before Python starts.
 VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 DEFAULT = "default"
@@ -45,14 +49,36 @@ def keep_memory() -> bool:
         or jemalloc and the like in its place. It raises nothing.
     """
     library = _glibc()
-    if library is None:
-        return False
-    # Older releases refuse thresholds above 32 MiB; there, no block at all is to be mapped by itself.
-    stays = library.mallopt(M_MMAP_THRESHOLD, LARGEST) or library.mallopt(M_MMAP_MAX, 0)
-    if not (stays and library.mallopt(M_TRIM_THRESHOLD, LARGEST)):
+    if library is None or not _keep(library):
         return False
     _SAID[:] = ["kept"]
     return True
+
+
+def _keep(library: Any) -> bool:
+    # Older releases refuse thresholds above 32 MiB; there, no block at all is to be mapped by itself.
+    stays = library.mallopt(M_MMAP_THRESHOLD, LARGEST) or library.mallopt(M_MMAP_MAX, 0)
+    return bool(stays and library.mallopt(M_TRIM_THRESHOLD, LARGEST))
+
+
+@contextmanager
+def kept_meanwhile() -> Iterator[None]:
+    """``keep_memory`` for as long as it takes; then glibc's usual limits, and what is free goes back to the system.
+
+    Nothing is done where ``keep_memory`` was called, or the environment says something of it.
+    """
+    library = _glibc() if mode() == DEFAULT else None
+    if library is None:
+        yield
+        return
+    try:
+        _keep(library)
+        yield
+    finally:
+        if mode() == DEFAULT:  # nobody has asked for it to stay so
+            for what, value in USUAL.items():
+                library.mallopt(what, value)
+            library.malloc_trim(0)
 
 
 def mode() -> str:

@@ -20,6 +20,7 @@ from sj_tac.policy import nearest
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.neurons import UnitModule
+from sj_tac.support.memory import kept_meanwhile
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.comparing import Candidate, Comparison, Rates
@@ -325,7 +326,8 @@ def match(
     channel of a neuron fires as often as there; "both" does one after the other. Each is fitted on every second sample and
     compared on the others: what is nearest to the source, by the KL divergence of the outputs, stays. That may be "none".
     Corrections are written into running statistics (of a convolution without a norm, into its bias): no key is added, and
-    nothing is slower. Equations: docs/equations.md.
+    nothing is slower. Equations: docs/equations.md. Meanwhile the process keeps its memory, as by ``keep_memory``; what is
+    free is given back at the end.
 
     Args:
         converted: a net of ``sj_tac.convert``. Corrections fit its k and modes: ``set_k`` takes them back, as ``restore``
@@ -374,7 +376,8 @@ def match(
         raise PolicyError(f"match: samples={samples!r} must be a whole number of at least 1, the samples that are fitted")
     held = collect(batches, converted)
     try:
-        with Bar("match", 1 + len(methods) + steps, options.get("progress", True)) as bar:
+        # It would fetch the pages of its largest tensors anew in every run.
+        with kept_meanwhile(), Bar("match", 1 + len(methods) + steps, options.get("progress", True)) as bar:
             matcher = Matcher(converted, held, options.get("decode"), options.get("seed", 0), samples)
             return matcher(converted, methods, bar.step, steps, keeps=True)
     except MeasurementInterrupted:
