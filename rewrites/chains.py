@@ -195,6 +195,11 @@ class _Finder:
             return Refusal(Reason.FOLD_UNSEEN, f"{named}; no sample was run")
         if node.ambiguous:
             return Refusal(Reason.FOLD_AMBIGUOUS, f"{named}; the sample has T={sample.steps} and N={sample.batch}")
+        given = [i.shape for i in self.graph.nodes if i.kind is Kind.INPUT and i.shape is not None and len(i.shape) > 2]
+        folded = [shape for shape in given if shape[0] * shape[1] == sample.steps == (node.shape or (0,))[0]]
+        if folded:
+            detail = f"{named}; of an input {list(folded[0])} neurons are handed {sample.steps} frames, and take all for T"
+            return Refusal(Reason.NEURON_FOLDED, detail)
         return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, on {list(node.shape or ())} and no folded frames [T * N, ...]")
 
     def follow(self, name: str, site: Node) -> Chain | Refusal:

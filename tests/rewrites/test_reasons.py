@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from spikingjelly.activation_based import layer, neuron
+from spikingjelly.activation_based import functional, layer, neuron
 from support import conv, node, norm
 from torch import nn
 
@@ -206,6 +206,28 @@ def test_what_is_refused_is_left_exactly_alone(reason):
         fast, alone = sj_tac.convert(net, example_input=sample_for(reason)), "front"
     before, after = net.get_submodule(alone), fast.get_submodule(alone)
     assert [type(m) for m in after.modules()] == [type(m) for m in before.modules()]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_where_all_neurons_step_through_the_samples_the_reason_says_so(samples):
+    """Every block runs folded, its neuron in it, as published detectors have them: no neuron shows what T is."""
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.BatchNorm2d(c), nn.Conv2d(c, 4, 3, padding=1), node("plif")) for c in (2, 4, 4)
+            )
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = functional.seq_to_ann_forward(x, block)
+            return x
+
+    report = sj_tac.plan(Detector().eval(), example_input=torch.rand(5, samples, 2, 8, 8))
+    assert [v.layer for v in report.verdicts] == ["blocks.0.1", "blocks.1.1", "blocks.2.1"]
+    assert {v.reason for v in report.verdicts} == {"NEURON_FOLDED"}
+    assert f"are handed {5 * samples} frames" in report.verdicts[0].detail
 
 
 class WrittenOut(nn.Module):
