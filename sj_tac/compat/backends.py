@@ -7,6 +7,8 @@ Import it before models are built. On 2.0, where the host chooses its kernels it
 - ``functional.set_backend(net, backend, instance)`` checks the name and does nothing else;
 - ``neuron.surrogate``, ``neuron.base`` and the like are there again, for ``from ....neuron import surrogate, base``;
 - ``surrogate.SurrogateFunctionBase(alpha, spiking)`` and ``layer.StepModeContainer(stateful, *modules)`` take the old order;
+- the modules ``auto_cuda``, ``cuda_utils``, ``neuron_kernel``, ``spike_op`` and ``tensor_cache`` can be imported, and
+  classes derived from theirs; what is in them is gone, and raises HostError when it is used;
 - a neuron of the user's own whose ``neuronal_charge`` the host would ignore raises HostError when it is made.
 
 On 0.0.0.0.14 ``backend="cupy"`` becomes "torch" where CuPy or a CUDA device is missing; the host alone raises there. The
@@ -26,7 +28,7 @@ import torch
 from spikingjelly.activation_based import base, functional, layer, neuron, surrogate
 from torch import nn
 
-from sj_tac.compat import surrogates
+from sj_tac.compat import cuda_code, surrogates
 from sj_tac.compat.hooks import BACKENDS, CALLS_HOOKS, check_backend, refuse_hooks
 
 # What took backend= in 0.0.0.0.14.
@@ -90,6 +92,7 @@ def _install_on_2() -> None:
         _accept_backend(getattr(neuron, name))
     _accept_modules(layer.StepModeContainer)
     surrogates.accept_old_signature()
+    cuda_code.install()
     # Plain attributes: what a subclass sets for itself hides them.
     base.MemoryModule.backend = "torch"
     base.MemoryModule.supported_backends = BACKENDS

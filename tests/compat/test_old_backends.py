@@ -121,3 +121,48 @@ def test_it_covers_every_neuron_that_took_a_backend():
     there = script(code, OTHER)
     found = "from sj_tac.compat import backends; print('\\n'.join(backends.NEURONS))"
     assert set(there.stdout.split()) == set(script(found).stdout.split()), there.stderr
+
+
+CUDA_CODE = (
+    "from spikingjelly.activation_based.auto_cuda.neuron_kernel import NeuronFPTTKernel, NeuronATGFBase, scalar_to_cupy\n"
+    "from spikingjelly.activation_based.auto_cuda import base as kernels, cfunction\n"
+    "from spikingjelly.activation_based import cuda_utils, neuron_kernel, tensor_cache\n"
+    "import spikingjelly.activation_based.auto_cuda.cfunction as same\n"
+    "assert same is cfunction\n"
+    "class Kernel(NeuronFPTTKernel):\n"
+    "    def __init__(self, hard_reset, dtype): super().__init__(hard_reset, dtype)\n"
+    "    def neuronal_charge(self): return cfunction.add(z='h_seq[t]', x='x_seq[t]', y='v_v_seq[t]', dtype=self.dtype)\n"
+    "class ATGF(NeuronATGFBase):\n"
+    "    @staticmethod\n"
+    "    def forward(ctx, x_seq): return x_seq\n"
+)
+
+
+def test_models_that_bring_cuda_code_of_their_own_can_be_imported():
+    passes(CUDA_CODE + "assert issubclass(Kernel, NeuronFPTTKernel) and not isinstance(1, Kernel)\n")
+
+
+@pytest.mark.skipif(not host.IS_V2, reason="SpikingJelly before 2.0 has that code")
+@pytest.mark.parametrize(
+    "use",
+    [
+        "Kernel(True, 'float')",
+        "ATGF.apply(torch.ones(1))",
+        "scalar_to_cupy(1.0)",
+        "cfunction.add(z='a', x='b', y='c', dtype='float')",
+        "cuda_utils.cal_blocks(1, 1)",
+    ],
+)
+def test_cuda_code_that_is_gone_says_so_where_it_is_used(use):
+    last = fails(CUDA_CODE + use)
+    assert last.startswith("sj_tac.errors.HostError: ")
+    assert "is CUDA code of SpikingJelly 0.0.0.0.14, which 2.0 has no counterpart of" in last
+    assert "backend='torch'" in last
+
+
+@pytest.mark.skipif(not host.IS_V2, reason="SpikingJelly before 2.0 has that code")
+def test_other_modules_that_are_gone_stay_so():
+    assert "No module named" in fails("import spikingjelly.activation_based.auto_cuda.other")
+    passes(
+        "from spikingjelly.activation_based import auto_cuda\nassert not hasattr(auto_cuda, '__all__')\nimport inspect; inspect.getmembers(auto_cuda)\n"
+    )
