@@ -164,5 +164,7 @@ def test_cuda_code_that_is_gone_says_so_where_it_is_used(use):
 def test_other_modules_that_are_gone_stay_so():
     assert "No module named" in fails("import spikingjelly.activation_based.auto_cuda.other")
     passes(
-        "from spikingjelly.activation_based import auto_cuda\nassert not hasattr(auto_cuda, '__all__')\nimport inspect; inspect.getmembers(auto_cuda)\n"
+        "from spikingjelly.activation_based import auto_cuda\n"
+        "assert not hasattr(auto_cuda, '__all__')\n"
+        "import inspect; inspect.getmembers(auto_cuda)\n"
     )
