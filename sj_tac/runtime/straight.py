@@ -25,7 +25,7 @@ from sj_tac.runtime.deferred import Deferred, Narrow
 from sj_tac.runtime.expressions import Made, SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.runs import Again, Inputs, Run
-from sj_tac.runtime.values import Shared, Spikes
+from sj_tac.runtime.values import Frames, Shared, Spikes
 
 if TYPE_CHECKING:
     from sj_tac.runtime.neurons import Unit
@@ -96,8 +96,7 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
     """All that a neuron's steps depend on besides tensors; None where a launch cannot know it, or the value notes more."""
     y, (dtype, device) = x.expression.held, x.kind
     if (
-        x._made is not None
-        or x._viewed is not None
+        not _is_untouched(x)
         or x.folded is not None
         or x.means is not None
         or x.merges
@@ -138,6 +137,18 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
     own = surrogate.__dict__
     spiking = type(surrogate), own.get("spiking"), own.get("alpha"), "forward" in own
     return type(node), node.training, threshold, reset, detaches, tau, decays, w, spiking
+
+
+def _is_untouched(x: Frames) -> bool:
+    """Whether nobody has read or written a value's frames, nor those that it is a view of, as unfolded drives are."""
+    while x._made is None:
+        if x._viewed is None:
+            return True
+        base, expression, _ = x._viewed
+        if base.expression is not expression:
+            return False
+        x = base
+    return False
 
 
 def _options(pool: Any) -> tuple[Any, ...]:
