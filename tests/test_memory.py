@@ -14,6 +14,16 @@ from sj_tac.support import machine, memory
 
 on_glibc = pytest.mark.skipif(memory._glibc() is None, reason="the allocator is not glibc's")
 
+
+def in_a_process(script):
+    """What a script prints, as JSON, in a process of its own: what is said to the allocator holds for all of one."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 SCRIPT = """
 import json, resource, torch, sj_tac
 from sj_tac.support import machine
@@ -36,13 +46,7 @@ print(json.dumps(found))
 
 @on_glibc
 def test_large_blocks_need_no_new_pages():
-    """In a process of its own: what is said to the allocator is said for good."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT], env=clean, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = in_a_process(SCRIPT)
     assert found["did"] == [True, True]
     assert found["mode"] == ["default", "kept"]
     # Pages may be of 2 MiB where the system makes them so; then there are few of them, but still some.
@@ -81,12 +85,7 @@ print(json.dumps(found | {"asked": faults()}))
 
 @on_glibc
 def test_memory_is_kept_for_as_long_as_it_takes():
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEANWHILE], env=clean, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = in_a_process(MEANWHILE)
     assert found["modes"] == ["default", "default"]
     assert found["before"] >= 64 // 2
     assert found["meanwhile"] <= found["before"] / 50, found
@@ -126,13 +125,8 @@ print(json.dumps({"parts": parts, "whole": whole, "equal": torch.equal(a, b), "r
 
 @on_glibc
 def test_a_converted_net_needs_no_new_pages_for_its_largest_drives():
-    """By default, in a process of its own: convolutions above glibc's limit are run in parts below it."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NET], env=clean, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    """By default: convolutions above glibc's limit are run in parts below it."""
+    found = in_a_process(NET)
     assert found["equal"]
     assert 0.02 < found["rate"] < 0.9
     assert found["whole"] >= 28  # pages of 2 MiB, at least
