@@ -18,8 +18,9 @@ from benchmarks import measure, nets
 
 KS = (1, 2, 4, 8, 16)
 EAGER, FOLDED, COMPILED = "SpikingJelly eager", "SpikingJelly BN folded", "SpikingJelly BN folded, torch.compile"
-# Inductor may choose other memory formats than the net's; sometimes it is faster where it may not.
-AS_LAID = ", layouts kept"
+# Inductor may choose other memory formats than the net's; sometimes it is faster where it may not. Where it may take weights
+# for constants, it lays them out for oneDNN once; who changes them afterwards must compile again.
+VARIANTS = {"": {}, ", layouts kept": {"layout_optimization": False}, ", weights frozen": {"freezing": True}}
 
 
 def configurations(net: nn.Module, x: Tensor, options: Namespace) -> dict[str, nn.Module]:
@@ -34,8 +35,8 @@ def configurations(net: nn.Module, x: Tensor, options: Namespace) -> dict[str, n
         found[FOLDED + suffix] = conv_bn_fusion.fuse_conv_bn_eval_modules(source)
         if measure.compiles(options, suffix):
             folded = conv_bn_fusion.fuse_conv_bn_eval_modules
-            found[COMPILED + suffix] = torch.compile(folded(source))
-            found[COMPILED + AS_LAID + suffix] = torch.compile(folded(source), options={"layout_optimization": False})
+            for variant, chosen in VARIANTS.items():
+                found[COMPILED + variant + suffix] = torch.compile(folded(source), options=chosen)
     for policy, suffix in (("preserve", ""), ("preserve", measure.LAST), ("collapse", "")):
         for k in KS:
             if k > x.shape[0] or (policy == "collapse" and k == 1):

@@ -109,6 +109,7 @@ class TACTPFoldedConv2d(DriveModule, nn.Conv2d):
     """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, H, W] in and out."""
 
     _rank, _folds = 5, True
+    _run = DriveModule._run_folded_2d
 
 
 class TACTPFoldedConv3d(DriveModule, nn.Conv3d):

@@ -14,7 +14,7 @@ from sj_tac.host import dispatch, layer
 from sj_tac.kernels import reference
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.weights import decay_weights
-from sj_tac.runtime import compiled, deferred
+from sj_tac.runtime import compiled, deferred, packing
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.expressions import Later
 from sj_tac.runtime.groups import Groups, Sums, even, single
@@ -158,19 +158,29 @@ class DriveModule(Matchable):
                 return later
         inner: Any = self
         folded, weight, bias = frames.flatten(0, 1), parameters["weight"], parameters["bias"]
-        if narrow is not None:
-            # Weights are rounded in every call: it costs what a look whether they are still the same would cost.
-            folded, weight, bias = folded.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
-        y: Tensor = inner._conv_forward(folded, weight, bias)
-        y = y.view(frames.shape[:2] + y.shape[1:])
+        folded = folded if narrow is None else folded.to(narrow)
+        y = packing.convolve(self, folded)
+        if y is None:
+            if narrow is not None:
+                # Rounded in every call: it costs what a look whether they are still the same would cost.
+                weight, bias = weight.to(narrow), None if bias is None else bias.to(narrow)
+            y = inner._conv_forward(folded, weight, bias)
+        y = y.view(*frames.shape[:2], *y.shape[1:])
         return y if narrow is None else deferred.Narrow(y, parameters["weight"].dtype)
+
+    def _run_folded_2d(self, frames: Tensor, *_: Any) -> Tensor:
+        """What torch's own Conv2d computes on the folded frames of [G, N, C, H, W]."""
+        folded = frames.flatten(0, 1)
+        y = packing.convolve(self, folded) if self._tac.dtype is None and self._runs_parameters() else None
+        y = self._layer(folded) if y is None else y
+        return y.reshape(*frames.shape[:2], *y.shape[1:])
 
     def _runs_parameters(self) -> bool:
         """Whether a Conv2d runs the host's own forward on the parameters that it holds."""
         held, own = self._parameters, self.__dict__
         # A subclass of the user's, and one that a parametrization made, have a forward of their own; so may the host's class
         # that somebody patched. Pruned weights are made anew on every call, in front of the parameter.
-        plain = "_run" in type(self).__dict__ and getattr(super().forward, "__func__", None) is _FORWARDS[0]
+        plain = "_run" in type(self).__dict__ and getattr(super().forward, "__func__", None) is _FORWARDS[self._folds]
         plain = plain and nn.Conv2d.forward is _FORWARDS[1] and held.get("weight") is not None and "bias" in held
         return plain and "weight" not in own and "bias" not in own
 
@@ -180,7 +190,7 @@ class DriveModule(Matchable):
         They know bfloat16 on the CPU. Elsewhere, and where somebody differentiates, frames are rounded beside them.
         """
         dtype = self._tac.dtype
-        if dtype is not torch.bfloat16 or torch.is_grad_enabled() or not self._runs_parameters():
+        if dtype is not torch.bfloat16 or self._folds or torch.is_grad_enabled() or not self._runs_parameters():
             return None
         return dtype if deferred.is_own(self) and not torch.is_autocast_enabled("cpu") else None
 

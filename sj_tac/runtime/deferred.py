@@ -200,9 +200,9 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
         narrow: the dtype that it is to compute in, where that is not the net's own; ``frames`` may be of it already.
     """
     weight, bias = conv._parameters["weight"], conv._parameters["bias"]
-    options, shape = _options_of(conv), None
-    if options is not None and _is_plain(conv, frames, weight, bias, narrow):
-        shape = _shape(frames, weight, options)
+    options, shape = options_of(conv), None
+    if options is not None and is_plain(conv, frames, weight, bias, narrow):
+        shape = output_shape(frames, weight, options)
     if options is None or shape is None:
         return None
     one = None if narrow is not None else _in_one(conv, conv_fire.Convolved(frames, weight, bias), options, shape)
@@ -283,7 +283,7 @@ def _calls_torchs(conv: Any) -> bool:
     return (type(conv)._conv_forward, F.conv2d) == _OWN and "_conv_forward" not in conv.__dict__
 
 
-def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None) -> bool:
+def is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None) -> bool:
     """True where the convolution is torch's own on ordinary tensors, and nobody differentiates or watches it."""
     return (
         not torch.is_grad_enabled()
@@ -300,7 +300,7 @@ def _is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, na
     )
 
 
-def _options_of(conv: Any) -> Options | None:
+def options_of(conv: Any) -> Options | None:
     """The options of a convolution that pads with zeros; None where it has others."""
     own = conv.__dict__
     found = Options(own["stride"], own["padding"], own["dilation"], own["groups"])
@@ -308,7 +308,7 @@ def _options_of(conv: Any) -> Options | None:
     return found if pairs and own.get("padding_mode") == "zeros" else None
 
 
-def _shape(frames: Tensor, weight: Tensor, options: Options) -> Sequence[int] | None:
+def output_shape(frames: Tensor, weight: Tensor, options: Options) -> Sequence[int] | None:
     """The shape of the output; None where torch would raise, and says why itself."""
     if weight.dim() != 4 or frames.shape[2] != weight.shape[1] * options.groups or weight.shape[0] % options.groups:
         return None

@@ -21,6 +21,7 @@ from sj_tac.runtime import compiled, matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.expressions import Later, SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, sums
+from sj_tac.runtime.packing import Packing
 from sj_tac.runtime.values import Frames, Shared
 
 
@@ -37,6 +38,7 @@ class Drive:
             "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
         matched: what its bias was corrected for, empty where it was not.
         declined: the convolution that no kernel ran with the neuron behind it, in the last call that tried.
+        packing: its weights in another layout, where that is faster.
     """
 
     name: str
@@ -57,10 +59,11 @@ class Drive:
     told: bool = False
     matched: str = ""
     declined: Any = field(default=None, repr=False)
+    packing: Packing = field(default_factory=Packing, repr=False)
     _cache: dict[Any, Sums] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cache": {}, "declined": None, "made": Counter(self.made)}
+        return self.__dict__ | {"_cache": {}, "declined": None, "packing": Packing(), "made": Counter(self.made)}
 
     @property
     def fits(self) -> str:
