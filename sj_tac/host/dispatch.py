@@ -21,6 +21,11 @@ modes, tracing, profiling = (
 transform = torch._C._functorch.peek_interpreter_stack
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a kind of device; torch raises where it knows none, as for "meta"."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def differentiates(*tensors: Tensor | None) -> bool:
     """True where autograd wants a gradient to one of them."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -13,6 +13,11 @@ from sj_tac.host.registry import registered_decay
 from sj_tac.host.types import IS_V2, neuron
 
 
+def number(value: Any) -> float:
+    """A neuron's number, be it a trained tensor; its gradient is not to be had from here."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
 def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
     """beta of ``h = r + beta (v - r) + gamma x``: a float, or for a PLIF a differentiable 0-dim tensor of ``dtype``."""
     registered = registered_decay(node)
@@ -22,7 +27,7 @@ def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
         decayed: Tensor = 1.0 - node.w.to(dtype).sigmoid()
         return decayed
     if isinstance(node, neuron.LIFNode):
-        return 1.0 - 1.0 / float(node.tau)
+        return 1.0 - 1.0 / number(node.tau)
     return 1.0
 
 
@@ -34,7 +39,7 @@ def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:
     if isinstance(node, neuron.ParametricLIFNode):
         gain: Tensor = node.w.to(dtype).sigmoid()
         return gain
-    return 1.0 / float(node.tau)
+    return 1.0 / number(node.tau)
 
 
 def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +61,7 @@ def resting_voltage(node: Any) -> float:
             f"{type(node).__name__}.v_reset is a tensor {list(node.v_reset.shape)}; sj_tac knows neurons with one v_reset, "
             "a number or None"
         )
-    return 0.0 if node.v_reset is None else float(node.v_reset)
+    return 0.0 if node.v_reset is None else number(node.v_reset)
 
 
 def neuron_problem(node: Any) -> str:
@@ -65,6 +70,11 @@ def neuron_problem(node: Any) -> str:
         return "store_v_seq wants every step's voltage"
     if getattr(node, "_neuron_precision", None) is not None:
         return "the neuron has a precision of its own"
+    if torch.is_grad_enabled():
+        for name in ("tau", "v_reset"):
+            value = getattr(node, name, None)
+            if isinstance(value, Tensor) and value.requires_grad:
+                return f"its {name} is trained"
     return ""
 
 
@@ -77,7 +87,7 @@ def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor
     if isinstance(node, neuron.ParametricLIFNode):
         spikes, last, _ = functional.plif_multi_step(drives, voltage, node.w, node.decay_input, *shared)
     elif isinstance(node, neuron.LIFNode):
-        spikes, last, _ = functional.lif_multi_step(drives, voltage, float(node.tau), node.decay_input, *shared)
+        spikes, last, _ = functional.lif_multi_step(drives, voltage, number(node.tau), node.decay_input, *shared)
     else:
         spikes, last, _ = functional.if_multi_step(drives, voltage, *shared)
     return spikes, last
@@ -91,7 +101,7 @@ def _loop(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
             rate = node.w.sigmoid().to(voltage.dtype)
             charged = voltage + (x - (voltage - rest)) * rate if node.decay_input else voltage - (voltage - rest) * rate + x
         elif isinstance(node, neuron.LIFNode):
-            tau = float(node.tau)
+            tau = number(node.tau)
             charged = voltage + (x - (voltage - rest)) / tau if node.decay_input else voltage - (voltage - rest) / tau + x
         else:
             charged = voltage + x

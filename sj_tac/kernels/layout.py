@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +21,21 @@ def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None 
     """A new tensor [..., C, H, W], in channels_last or contiguous."""
     if not last:
         return like.new_empty(shape, dtype=dtype)
-    return like.new_empty([*shape[:-3], shape[-2], shape[-1], shape[-3]], dtype=dtype).movedim(-1, -3)
+    # No view: who detaches a neuron's voltage in place must not meet one.
+    *ahead, channels, height, width = shape
+    strides, size = [1, width * channels, channels], channels * height * width
+    for n in reversed(ahead):
+        strides.insert(0, size)
+        size *= n
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def of_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor that nobody else holds, in another shape and no view of it, as ``empty`` gives none."""
+    shaped = x.reshape(shape)
+    if not shaped._is_view():
+        return shaped
+    return torch.ops.aten._unsafe_view.default(x, list(shape)) if torch.is_grad_enabled() else shaped.detach()
 
 
 def laid(x: Tensor, last: bool) -> Tensor:

@@ -130,7 +130,7 @@ class DriveModule(Matchable):
         """Whether frames may be rounded for the convolution: those of float32, where the user's autocast does not do it."""
         kind = x.device.type
         plain = x.dtype is torch.float32 and torch.amp.is_autocast_available(kind)
-        return plain and not torch.is_autocast_enabled(kind)
+        return plain and not dispatch.autocasts(kind)
 
     def _run(self, frames: Tensor, *_: Any) -> Tensor | Later:
         """The source's own layer on compact frames [G, N, ...]."""

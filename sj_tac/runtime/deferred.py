@@ -290,7 +290,7 @@ def is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, nar
         and not dispatch.profiling()
         and type(frames) is Tensor
         and frames.device.type in ("cpu", *conv_fire.DEVICES)
-        and not torch.is_autocast_enabled(frames.device.type)
+        and not dispatch.autocasts(frames.device.type)
         and type(weight) in dispatch.PLAIN
         and (bias is None or type(bias) in dispatch.PLAIN)
         and all(t.device == frames.device and t.layout is torch.strided for t in (frames, weight))

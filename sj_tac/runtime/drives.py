@@ -130,7 +130,7 @@ class Drive:
             assert source is not None
             # A compiled call compares no weights, and torch.compile cannot ask a tensor whether it is of inference mode.
             version = -1 if not keeps or source.is_inference() else source._version
-            tag = (id(source), version, torch.is_grad_enabled(), number)
+            tag = (id(source), version, torch.is_grad_enabled(), _number(source, True) if keeps else None)
             if number is None:
                 return self._sums(of, beta, (wide, kind[1]), (self.weights, tag), logits)
             with torch.inference_mode(False), torch.no_grad():  # it outlives the call that it was made in
@@ -236,12 +236,16 @@ class Drive:
         return value
 
 
-def _number(source: Tensor) -> tuple[float, ...] | None:
-    """The numbers that weights hang on, where nobody wants their gradient and they are at hand; else None.
+def _number(source: Tensor, recorded: bool = False) -> tuple[float, ...] | None:
+    """The numbers that weights hang on, where they are at hand and, unless ``recorded``, nobody wants their gradient.
 
     The numbers themselves: who writes through ``.data`` leaves no other trace.
     """
-    if torch.is_grad_enabled() or source.device.type not in dispatch.AT_HAND or not dispatch.is_plain(source):
+    if (
+        (torch.is_grad_enabled() and not recorded)
+        or source.device.type not in dispatch.AT_HAND
+        or not dispatch.is_plain(source)
+    ):
         return None
     return tuple(source.tolist()) if source.dim() else (source.item(),)
 

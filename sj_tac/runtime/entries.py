@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sj_tac.runtime.expressions import Expression, over
@@ -34,6 +35,15 @@ def is_usable(x: Any) -> bool:
     return isinstance(x, Frames) and x.folded is None and x.intact
 
 
+def is_of_mode(x: Frames) -> bool:
+    """False for a value that was born unrecorded where autograd records now: its frames hang on nothing.
+
+    An expression of its expression's inputs would, as a value that was born here does.
+    """
+    alone = isinstance(x, Shared) and x.is_bare
+    return alone or x._recorded or not torch.is_grad_enabled()
+
+
 def is_number(x: Any) -> bool:
     return type(x) in (int, float)
 
@@ -55,7 +65,7 @@ def per_frame(x: Any, function: Function, linear: bool) -> Any:
         if x.folded is None:
             return x.like(function(compact))
         return x.like(function(compact.flatten(0, 1)).unflatten(0, (compact.shape[0], x.folded)), x.folded)
-    if not linear or not isinstance(x, Spikes) or not x.sums:
+    if not linear or not isinstance(x, Spikes) or not x.sums or not is_of_mode(x):
         return NotImplemented
 
     def unfolded(frames: Any) -> Any:
@@ -66,6 +76,20 @@ def per_frame(x: Any, function: Function, linear: bool) -> Any:
     sums = {wanted: unfolded(s) for wanted, s in x.sums.items()}
     first = next(iter(sums.values()))
     return with_sums(over(x.expression, unfolded), x, first, sums, x.folded)
+
+
+def with_constant(function: Callable[..., Any], a: Any, b: Any) -> Any:
+    """``function`` of shared frames and an ordinary tensor, on either side, that is the same for every frame and sample.
+
+    At once: of frames that are made later, it might have been written in between.
+    """
+    x, constant = (a, b) if isinstance(a, Frames) else (b, a)
+    if not isinstance(x, Shared) or not x.intact:
+        return NotImplemented
+    ahead = max(0, constant.dim() - len(x.dims) + inner(x))
+    if constant.dim() > len(x.dims) or any(size != 1 for size in constant.shape[:ahead]):
+        return NotImplemented
+    return per_frame(x, (lambda t: function(t, constant)) if x is a else (lambda t: function(constant, t)), False)
 
 
 def with_sums(expression: Expression, x: Frames, like: Tensor, sums: Any, folded: int | None = None) -> Spikes:

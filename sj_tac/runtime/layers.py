@@ -15,7 +15,7 @@ from sj_tac.kernels.weighted_norm import weighted_batch_norm
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.runtime import compiled
 from sj_tac.runtime.borders import PLAIN, Borders, Span
-from sj_tac.runtime.entries import is_usable
+from sj_tac.runtime.entries import is_of_mode, is_usable
 from sj_tac.runtime.expressions import Computed, Expression, Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups
 from sj_tac.runtime.matched import Matchable
@@ -142,7 +142,7 @@ class NormModule(_LearningNorm):
             return self._run(x)
         if lengths[-1] == lengths[0] and x.numel() > x.shape[2]:
             return self._run_alike(x, lengths[0])
-        plain = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
+        plain = x.dtype in (torch.float32, torch.float64) and not dispatch.autocasts(x.device.type)
         # torch's own BatchNorm knows what to do without samples.
         if self._is_plain_norm and plain and x.numel():
             self._note_learning()
@@ -304,7 +304,7 @@ class _DropoutModule(nn.Module):
     mask: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, (Shared, Spikes)) or not is_usable(x) or not host.is_multi_step(self):
+        if not isinstance(x, (Shared, Spikes)) or not is_usable(x) or not is_of_mode(x) or not host.is_multi_step(self):
             plain: Tensor = super().forward(ordinary(x, self._tac.name))
             return plain
         if not self.training:

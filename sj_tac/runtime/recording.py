@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sj_tac.errors import StaleValueError
+from sj_tac.host import dispatch
 from sj_tac.runtime.expressions import Expression
 
 
 @contextmanager
 def modes(recorded: bool, device: str) -> Iterator[None]:
     """Outside inference mode and autocast, with autograd recording or not."""
-    with torch.inference_mode(False), torch.set_grad_enabled(recorded), torch.autocast(device, enabled=False):
+    with torch.inference_mode(False), torch.set_grad_enabled(recorded), ExitStack() as stack:
+        if dispatch.autocasts(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def as_at_birth(recorded: bool, device: str) -> AbstractContextManager[None]:
+    """Frames are made under the gradient mode of their value's birth, outside autocast and inference mode."""
+    plain = not dispatch.autocasts(device) and not torch.is_inference_mode_enabled()
+    return nullcontext() if plain and torch.is_grad_enabled() == recorded else modes(recorded, device)
 
 
 class Birth:

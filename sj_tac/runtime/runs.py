@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import StaleValueError
+from sj_tac.host import dispatch
 from sj_tac.kernels import fire as kernels
+from sj_tac.kernels.layout import of_shape
 from sj_tac.runtime.expressions import Expression, Later
 
 
@@ -51,7 +53,7 @@ class Run:
 
     __slots__ = (
         *("node", "unit", "frame", "inputs", "drives", "given", "lengths", "merges", "normalize", "wants"),
-        *("_numbers", "_versions"),
+        *("_numbers", "_versions", "_w"),
     )
 
     def __init__(
@@ -59,6 +61,9 @@ class Run:
     ) -> None:
         self.node, self.unit, self.lengths, self.drives = node, node._tac, lengths, drives
         y = inputs.y
+        if inputs.v is not None and inputs.v.is_inference():
+            # It keeps no version by which a write of the user's could be noticed.
+            inputs = inputs._replace(v=inputs.v.clone())
         self.frame = (y if drives is None else drives).shape[1:]  # type: ignore[union-attr]
         if y is not None and len(self.frame) != 4:
             v = None if inputs.v is None else kernels.as_maps(inputs.v[None])[0]
@@ -84,7 +89,9 @@ class Run:
         for name in _NUMBERS:
             if name in held:
                 numbers[name] = held[name]
-        self._numbers = numbers, held["_modules"].get("surrogate_function")
+        surrogate = held["_modules"].get("surrogate_function")
+        self._numbers = numbers, surrogate, None if surrogate is None else dict(surrogate.__dict__)
+        self._w = _number(inputs.w)
 
     def __call__(self, pool: Any, weights: Tensor | None, size: int, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
         """Pooled frames or sums of ``size`` steps, in the frames' own dimensions; and the last voltages."""
@@ -103,7 +110,7 @@ class Run:
         out, last = kernels.run(kernel, call)
         unit.ran, unit.convolved = kernel, False
         if len(self.frame) != 4:
-            out, last = out.reshape(-1, *self.frame), last.reshape(self.frame)
+            out, last = out.reshape(-1, *self.frame), of_shape(last, self.frame)
         return out, last
 
     def again(self, pool: Any, weights: Tensor | None, size: int) -> Again:
@@ -121,13 +128,13 @@ class Run:
         then = copy.copy(self)
         then.node = _twin(self.node)
         # Past the host's setters, which would check what was allowed then.
-        numbers, surrogate = self._numbers
+        numbers, surrogate, held_then = self._numbers
         held = then.node.__dict__
         held.update(numbers)
         if surrogate is not None:
-            held["_modules"] = {**held["_modules"], "surrogate_function": surrogate}
+            held["_modules"] = {**held["_modules"], "surrogate_function": _twin(surrogate, held_then)}
         for x, version in zip(then._read(), self._versions, strict=True):
-            if version is not None and x._version != version:
+            if (version is not None and x._version != version) or (x is self.inputs.w and _number(x) != self._w):
                 what = "its time constant w" if x is self.inputs.w else f"a tensor {list(x.shape)} that it read"
                 raise StaleValueError(
                     f"layer {self.unit.name!r}: {what} was changed in place before the frames of a value that it gave were "
@@ -140,8 +147,14 @@ class Run:
 _NUMBERS = ("v_threshold", "v_reset", "detach_reset", "tau", "decay_input", "surrogate_function")
 
 
-def _twin(node: Any) -> Any:
-    """The same attributes in another object. Not by ``copy``, which parametrized modules refuse."""
-    twin = object.__new__(type(node))
-    twin.__dict__.update(node.__dict__)
+def _twin(module: Any, held: dict[str, Any] | None = None) -> Any:
+    """The same attributes, or those given, in another object. Not by ``copy``, which parametrized modules refuse."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__ if held is None else held)
     return twin
+
+
+def _number(w: Tensor | None) -> float | None:
+    """A PLIF's w where it is at hand: who writes it through ``.data`` leaves no other trace."""
+    known = w is not None and w.device.type in dispatch.AT_HAND and not w.dim() and dispatch.is_plain(w)
+    return w.item() if known and w is not None else None

@@ -223,7 +223,7 @@ def run_features(node: Any, unit: Unit, x: Tensor) -> Tensor | None:
         if type(v) is Tensor:
             node._memories["v"] = v[..., None, None]
         found = run(node, unit, maps)
-        last = v if found is None else node._memories["v"].view(x.shape[1:])
+        last = v if found is None else node._memories["v"].view(x.shape[1:]).detach()
     except BaseException:
         node._memories["v"] = v
         raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import torch
@@ -18,7 +17,7 @@ from sj_tac.errors import StaleValueError
 from sj_tac.runtime.expressions import Expression, SharedExpression
 from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, writes
 from sj_tac.runtime.groups import Groups, Sums, single
-from sj_tac.runtime.recording import Birth, Born, Followed, modes
+from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth
 
 below_functions = torch._C.DisableTorchFunctionSubclass
 
@@ -146,7 +145,7 @@ class Frames(Tensor):
 
     def _make(self, reader: str) -> Tensor:
         """The frames, as they would have been made where the value was born."""
-        with _as_at_birth(self):
+        with as_at_birth(self._recorded, self.kind[1].type):
             if self._viewed is not None:
                 made = self._viewed[2](self._viewed[0].frames(reader))
             else:
@@ -233,14 +232,6 @@ def _below(x: Any) -> Any:
         return x._made.detach()
     made = x.expression.make()
     return (made.flatten(0, 1) if x.folded is not None else made).detach()
-
-
-def _as_at_birth(value: Frames) -> AbstractContextManager[None]:
-    """Frames are made under the gradient mode of the value's birth, outside autocast and inference mode."""
-    plain = not torch.is_autocast_enabled(value.kind[1].type) and not torch.is_inference_mode_enabled()
-    if plain and torch.is_grad_enabled() == value._recorded:
-        return nullcontext()
-    return modes(value._recorded, value.kind[1].type)
 
 
 class Shared(Frames):

@@ -268,4 +268,4 @@ class ConvLaunch(Launch):
         written = Outputs(put_out, v.numpy().reshape(-1))
         share(forward.forward, self.units, self.work, read, self.neuron, self.layout, written)
         RUNS["conv_fire", "numba"] += 1
-        return (out.movedim(-1, -3), v.movedim(-1, -3)) if self.last else (out, v)
+        return (out.movedim(-1, -3), v.movedim(-1, -3).detach()) if self.last else (out, v)

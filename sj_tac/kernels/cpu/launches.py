@@ -99,4 +99,5 @@ class Launch:
         else:
             share(kernel.forward, self.units, self.work, read, self.neuron, self.layout, written)
         RUNS["fire", "numba"] += 1
-        return (out.movedim(-1, -3), v.movedim(-1, -3)) if self.last else (out, v)
+        # Detached, a view is none: who detaches the voltage in place must not meet one.
+        return (out.movedim(-1, -3), v.movedim(-1, -3).detach()) if self.last else (out, v)
