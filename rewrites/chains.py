@@ -106,13 +106,25 @@ class _Finder:
             return site
         refusal = self.reject(conv, site)
         if refusal is None:
-            return self.follow(name, self.graph.of(site))
+            found = self.follow(name, self.graph.of(site))
+            return found if isinstance(found, Chain) else self.hinted(found, self.graph.of(site))
         if refusal.reason in (Reason.UNSUPPORTED_CONV, Reason.FOLD_UNSEEN):
             behind = self.behind(self.graph.of(site))
             if not any(n.kind is Kind.NEURON or (n.module and host.is_neuron(self.modules[n.module])) for n in behind):
                 own = next((n.label for n in behind if n.label.partition("(")[0] in _COMPARISONS), None)
                 detail = f"nothing behind it is a neuron of a known class; {own} compares, as one's own neuron would"
                 return Refusal(Reason.NO_NEURON, detail if own else "nothing behind it is a neuron", (refusal.detail,))
+        return refusal
+
+    def hinted(self, refusal: Refusal, site: Node) -> Refusal:
+        """With what looks like a neuron of the user's own, where one stands in front of all that are known."""
+        if refusal.reason is not Reason.NOT_LINEAR:
+            return refusal
+        for node in self.behind(site):
+            if node.kind is Kind.NEURON:
+                break
+            if node.label.partition("(")[0] in _COMPARISONS:
+                return replace(refusal, more=(f"{node.label} compares, as one's own neuron would", *refusal.more))
         return refusal
 
     def behind(self, start: Node) -> list[Node]:
@@ -189,6 +201,12 @@ class _Finder:
             return Refusal(Reason.UNSUPPORTED_CONV, named)
         sample = self.graph.sample
         if sample is None:
+            single = next((n for n, m in self.modules.items() if host.is_neuron(m) and not host.is_multi_step(m)), None)
+            if single is not None:
+                detail = f"its neurons step one frame at a time: {single!r} is in step_mode 's'"
+                return Refusal(
+                    Reason.NOT_MULTI_STEP, detail, (f"{named}, which then takes all frames folded, [T * N, ...]",)
+                )
             if self.example:
                 unknown = "the sample shows no neuron of a known or registered class, which would say what T is"
                 return Refusal(Reason.UNSUPPORTED_CONV, f"{named}; {unknown}")

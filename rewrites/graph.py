@@ -83,7 +83,7 @@ def read(model: nn.Module, graph: fx.Graph) -> Graph:
         inputs = tuple(index[n] for n in read_by(node) if n in index)
         readers = tuple(index[n] for n in node.users if n in index and node in read_by(n))
         name = names[module] if module is not None else None
-        kind, shape = kind_of(node, module, len(inputs), sample), node.meta.get("shape")
+        kind, shape = kind_of(node, module, len(inputs), sample, index), node.meta.get("shape")
         carried = kind in CARRIES_EQUALS and bool(inputs) and all(nodes[j].repeated for j in inputs)
         nodes.append(
             Node(

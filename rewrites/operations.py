@@ -6,7 +6,7 @@ Its counterpart in a call is sj_tac/runtime/table.py: what carries frames here m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -24,6 +24,9 @@ _SUMS = {operator.add, operator.iadd, operator.sub, operator.isub, torch.add, to
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _SCALINGS = {operator.mul, operator.imul, operator.truediv, operator.itruediv, torch.mul, torch.div, "mul", "mul_", "div"}
 _PRODUCTS = {operator.mul, torch.mul}
+_DIVISIONS = {operator.truediv, operator.itruediv, torch.div, "div"}
+# To a dtype, as the sample has it: rounding is alike for all frames.
+_CASTS = {"float", "double", "half", "bfloat16", "to", "type_as"}
 _COPIES = {"contiguous", "clone", "detach", operator.pos, operator.neg, torch.neg, torch.clone, torch.detach, "neg"}
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_"}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
@@ -48,6 +51,8 @@ _PARTS = {torch.chunk, "chunk", torch.split, "split"}
 # Pools and resizing of each frame's map: linear on folded frames, where they see one frame at a time.
 _RESIZES = {F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
 _INTERPOLATES = {F.interpolate}
+# With a constant on top: of the map of each frame, as the shapes of the sample show.
+_BORDERS = {F.pad, torch.pixel_shuffle, torch.pixel_unshuffle}
 _QUERIES = {"shape", "ndim", "dtype", "device", "is_cuda"}
 _ASKING = {"size", "dim", "numel", "is_contiguous", "stride", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
 _LIKE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like}
@@ -98,12 +103,14 @@ def read_by(node: fx.Node) -> list[fx.Node]:
     return [a for a in node.args[:1] if isinstance(a, fx.Node)] if node.target in _AS else node.all_input_nodes
 
 
-def kind_of(node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample | None) -> Kind:
+def kind_of(
+    node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample | None, frames: Container[fx.Node] = ()
+) -> Kind:
     """What one operation of a graph is.
 
     Args:
         module: what is called, None for a function. inputs: how many values that carry frames go in.
-        sample: T and N of the sample that gave the nodes their shapes, or None.
+        sample: T and N of the sample that gave the nodes their shapes, or None. frames: what carries frames.
     """
     if node.op == "placeholder":
         return Kind.INPUT
@@ -111,6 +118,8 @@ def kind_of(node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample
         return Kind.OUTPUT
     if node.target is written or node.target == "copy_":
         return _written_kind(node, inputs)
+    if module is None and inputs == 1 and (found := _with_constant(node, sample, frames)) is not None:
+        return found
     if any(n.op == "get_attr" for n in node.all_input_nodes):
         # A parameter may have T in it.
         return Kind.FIXED
@@ -122,6 +131,27 @@ def kind_of(node: fx.Node, module: nn.Module | None, inputs: int, sample: Sample
     if Layout.FOLDED in (before, after):
         return folded_kind(module) if before is after else Kind.FIXED
     return module_kind(module)
+
+
+def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.Node]) -> Kind | None:
+    """Of frames and a tensor that is none: a parameter, a buffer, or what was made of such; None for other operations.
+
+    Its shape in the sample tells whether it is the same for every frame of every sample.
+    """
+    if node.target not in _SUMS | _SCALINGS or node.kwargs or len(node.args) != 2 or sample is None:
+        return None
+    if not all(isinstance(a, fx.Node) for a in node.args) or len(node.all_input_nodes) != 2:
+        return None
+    first, second = node.all_input_nodes
+    x, constant = (first, second) if first in frames else (second, first)
+    before, shape, layout = x.meta.get("shape"), constant.meta.get("shape"), sample.layout(x.meta.get("shape"))
+    if before is None or shape is None or layout is Layout.OTHER or len(shape) > len(before):
+        return Kind.FIXED
+    kept = 1 if layout is Layout.FOLDED else 2
+    ahead = max(0, len(shape) - len(before) + kept)
+    if any(size != 1 for size in shape[:ahead]) or (constant is first and node.target in _DIVISIONS | _IN_PLACE):
+        return Kind.FIXED
+    return Kind.WRITTEN if node.target in _IN_PLACE else Kind.AFFINE
 
 
 def _written_kind(node: fx.Node, inputs: int) -> Kind:
@@ -162,7 +192,7 @@ def module_kind(module: nn.Module) -> Kind:
         return Kind.AFFINE
     if kind in host.MAX_POOLS:
         return Kind.FIXED if getattr(module, "return_indices", False) else Kind.MAX_POOL
-    return Kind.ALIKE if kind in host.PER_FRAME else Kind.FIXED
+    return Kind.AFFINE if kind in host.PER_FRAME else Kind.FIXED
 
 
 def folded_kind(module: nn.Module) -> Kind:
@@ -180,7 +210,7 @@ def folded_kind(module: nn.Module) -> Kind:
         return Kind.LINEAR
     if kind in host.FOLDED_MAX_POOLS:
         return Kind.FIXED if getattr(module, "return_indices", False) else Kind.MAX_POOL
-    return Kind.ALIKE if kind in host.PER_FRAME else Kind.FIXED
+    return Kind.AFFINE if kind in host.PER_FRAME else Kind.FIXED
 
 
 def site_layer(container: nn.Module) -> nn.Module | None:
@@ -215,8 +245,8 @@ def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:
         return _scaling_kind(node, others)
     if target in _COPIES:
         return Kind.LINEAR
-    if target in _DROPOUTS:
-        return Kind.ALIKE
+    if target in _DROPOUTS or (target in _CASTS and all(isinstance(a, torch.dtype) for a in others) and not node.kwargs):
+        return Kind.AFFINE
     return _shape_kind(node, others, sample)
 
 
@@ -267,6 +297,8 @@ def _kept_kind(node: fx.Node, others: list[Any], folded: bool) -> Kind:
         return Kind.FIXED
     if target in _RESHAPES:
         return Kind.RESHAPE
+    if target in _BORDERS:
+        return Kind.AFFINE
     dims = [d % len(shapes[0]) for d in _flat([*others, *node.kwargs.values()]) if isinstance(d, int)]
     if target in _PERMUTES:
         return Kind.RESHAPE if dims[:kept] == [*range(kept)] else Kind.FIXED

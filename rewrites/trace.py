@@ -295,6 +295,7 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
         _note_shapes(model, traced.graph, given)
         return traced
     with host.looked_at(model):
+        host.reset_memories(model)  # voltages may be those of another batch
         try:
             return _traced(_ValueTracer(given), model, given, sampled=True)
         except TraceError as error:

@@ -102,7 +102,9 @@ REASONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.NOT_LINEAR: (
         "what stands between it and the neuron is not affine, or does not treat all frames alike",
-        "keep conv -> norm -> neuron together; activations, attention and products behind the neuron",
+        "keep conv -> norm -> neuron together; activations, attention and products behind the neuron. A module of your own "
+        "that in eval mode is one affine map of every frame: sj_tac.register_affine(its class); a neuron of your own: "
+        "sj_tac.register_neuron",
     ),
     Reason.NO_NEURON: (
         "no neuron follows it",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -29,7 +30,7 @@ from spikingjelly.activation_based import base, functional, layer, neuron, surro
 from torch import nn
 
 from sj_tac.compat import cuda_code, surrogates
-from sj_tac.compat.hooks import BACKENDS, CALLS_HOOKS, check_backend, refuse_hooks
+from sj_tac.compat.hooks import BACKENDS, CALLS_HOOKS, check_backend, install_hooks, refuse_hooks
 
 # What took backend= in 0.0.0.0.14.
 NEURONS = (
@@ -93,6 +94,7 @@ def _install_on_2() -> None:
     _accept_modules(layer.StepModeContainer)
     surrogates.accept_old_signature()
     cuda_code.install()
+    install_hooks()
     # Plain attributes: what a subclass sets for itself hides them.
     base.MemoryModule.backend = "torch"
     base.MemoryModule.supported_backends = BACKENDS
@@ -109,12 +111,17 @@ def _install_on_2() -> None:
                 setattr(module, name, value)
 
 
+def _is_there(package: str) -> bool:
+    """Whether a package can be imported, or was: one that somebody put there may say nothing of where it comes from."""
+    return package in sys.modules or find_spec(package) is not None
+
+
 def _install_on_14() -> None:
     host: Any = base.MemoryModule.backend
     told: set[str] = set()
 
     def choose(self: Any, value: str) -> None:
-        if value == "cupy" and (find_spec("cupy") is None or not torch.cuda.is_available()):
+        if value == "cupy" and (not _is_there("cupy") or not torch.cuda.is_available()):
             if value not in told:
                 told.add(value)
                 logging.getLogger(__name__).info("backend='cupy' needs CuPy and a CUDA device: neurons run on 'torch'")

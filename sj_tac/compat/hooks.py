@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from spikingjelly.activation_based import base, neuron
 
 from sj_tac.errors import BackendError, HostError
@@ -24,17 +26,38 @@ def check_backend(owner: object, backend: object) -> None:
         )
 
 
+def neuronal_fire(self: Any) -> Any:
+    """Spikes of the membrane as it is: what neurons inherited before 2.0, for classes that step by themselves."""
+    return self.surrogate_function(self.v - self.v_threshold)
+
+
+def neuronal_reset(self: Any, spike: Any) -> None:
+    """The reset behind spikes, hard to v_reset or soft by v_threshold. As ``neuronal_fire``."""
+    spike = spike.detach() if self.detach_reset else spike
+    if self.v_reset is None:
+        self.v = self.v - spike * self.v_threshold
+    else:
+        self.v = (1.0 - spike) * self.v + spike * self.v_reset
+
+
+def install_hooks() -> None:
+    """Give the host's neurons the hooks that 2.0 took from them: it never calls them, classes of one's own do."""
+    for hook in () if CALLS_HOOKS else (neuronal_fire, neuronal_reset):
+        if not hasattr(neuron.BaseNode, hook.__name__):
+            setattr(neuron.BaseNode, hook.__name__, hook)
+
+
 def refuse_hooks(node: object) -> None:
     """Raise HostError where the class of ``node`` has dynamics of its own that the installed host would not run."""
     if CALLS_HOOKS and not isinstance(node, NEVER_IN_EVAL):
         return
-    own: set[str] = set()
+    own: dict[str, Any] = {}
     for cls in type(node).__mro__:
         if cls.__module__.partition(".")[0] in ("spikingjelly", "sj_tac"):
             break
-        own |= vars(cls).keys()
-    hooks = own & HOOKS
-    if not hooks or "single_step_functional_forward" in own or (own & STEPS and hooks == HOOKS):
+        own = {**vars(cls), **own}
+    hooks = own.keys() & HOOKS
+    if not hooks or "single_step_functional_forward" in own or _steps_itself(node, own):
         return
     where = "which SpikingJelly 0.0.0.0.14 never calls in eval mode" if CALLS_HOOKS else "which SpikingJelly 2.0 never calls"
     runs = next(c.__name__ for c in type(node).__mro__ if c.__module__.startswith("spikingjelly."))
@@ -48,3 +71,12 @@ def refuse_hooks(node: object) -> None:
         f"{type(node).__qualname__} (of {type(node).__module__}) overrides {', '.join(sorted(hooks))}, {where}, "
         f"so {result}: {instead}"
     )
+
+
+def _steps_itself(node: object, own: dict[str, Any]) -> bool:
+    """Whether what the user's classes define runs their hooks, all of which there are."""
+    steps = own.keys() & STEPS
+    if steps and own.keys() >= HOOKS:
+        return True
+    calls = any("neuronal_charge" in getattr(getattr(own[name], "__code__", None), "co_names", ()) for name in steps)
+    return calls and all(hasattr(type(node), name) for name in HOOKS)

@@ -68,8 +68,11 @@ DROPOUTS: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d)
 LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *AVG_POOLS, layer.Flatten, nn.Identity)
 # What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.
 AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
-# What treats every frame alike, and no more: frames that stand for several steps may pass, sums may not.
-PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout,)
+# What treats every frame alike, with a constant on top, or in training a mask of its own: drives may pass, sums may not.
+PER_FRAME: tuple[type[nn.Module], ...] = (
+    *(nn.Dropout, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    *(nn.PixelShuffle, nn.PixelUnshuffle),
+)
 
 # torch's own layers on folded frames [T * N, ...]: each sees one frame at a time.
 FOLDED_CONVS: tuple[type[nn.Module], ...] = (
@@ -109,8 +112,21 @@ def is_neuron(module: nn.Module) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """What torch.fx must not look into: step modules (they branch on ``step_mode``) and the library's own layers."""
-    return isinstance(module, base.StepModule) or type(module).__module__.startswith(LIBRARY + "layer")
+    """What torch.fx must not look into: step modules (they branch on ``step_mode``) and the library's own layers.
+
+    Blocks of the user's own may derive from the library's bases, which makes them no layers.
+    """
+    if isinstance(module, base.StepModule):
+        return not _is_block(module)
+    return type(module).__module__.startswith(LIBRARY + "layer")
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a step module is the user's own, has nothing of the library's but its bases, and holds layers."""
+    bases = {kind for kind in type(module).__mro__ if kind.__module__.startswith(LIBRARY)}
+    return bases <= {base.StepModule, base.MemoryModule} and any(
+        is_conv(m) or isinstance(m, nn.Linear) for m in module.modules()
+    )
 
 
 def is_composite(module: nn.Module) -> bool:

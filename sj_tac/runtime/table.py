@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sj_tac.runtime.entries import entering, inner, is_number, per_frame, viewed, with_sums
+from sj_tac.host.dispatch import PLAIN
+from sj_tac.runtime.entries import entering, inner, is_number, is_of_mode, per_frame, viewed, with_constant, with_sums
 from sj_tac.runtime.expressions import SharedExpression, both, over
 from sj_tac.runtime.shapes import SHAPES
 from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, ordinary
@@ -31,6 +32,7 @@ def _requires_grad(function: Any, args: Any, kwargs: Any) -> Any:
 
 # ---- sums --------------------------------------------------------------------------------------------------------------
 _IN_PLACE = {Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__}
+_DIVISIONS = {Tensor.div, Tensor.__truediv__, torch.div}
 _MINUS = {torch.sub, Tensor.sub, Tensor.__sub__, Tensor.sub_, Tensor.__isub__}
 
 
@@ -44,10 +46,12 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
     in_place = function in _IN_PLACE
     if isinstance(a, Frames) and is_number(b) and function not in _IN_PLACE and a.intact:
         return per_frame(a, lambda t: function(t, b), False)
+    if not in_place and type(a if isinstance(b, Frames) else b) in PLAIN:
+        return with_constant(function, a, b)
     # An ordinary tensor is not noted: anybody may write into it before the sum is used.
     if (
         function is Tensor.__rsub__
-        or not (isinstance(a, Frames) and isinstance(b, Frames) and a.intact and b.intact)
+        or not all(isinstance(x, Frames) and x.intact and is_of_mode(x) for x in args)
         or (a is b and in_place)
         or (a.dims, a.folded) != (b.dims, b.folded)
         or a.kind != b.kind
@@ -139,7 +143,7 @@ def _cat(function: Any, args: Any, kwargs: Any) -> Any:
     values, dim = args[0], kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     if type(values) not in (tuple, list) or not values or type(dim) is not int or set(kwargs) - {"dim", "axis"}:
         return NotImplemented
-    if not all(isinstance(x, Frames) and x.intact for x in values):
+    if not all(isinstance(x, Frames) and x.intact and is_of_mode(x) for x in values):
         return NotImplemented
     first = values[0]
     dim = dim % len(first.dims)
@@ -169,10 +173,13 @@ def _cat(function: Any, args: Any, kwargs: Any) -> Any:
 # ---- frame by frame ----------------------------------------------------------------------------------------------------
 @handles(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div)
 def _scale(function: Any, args: Any, kwargs: Any) -> Any:
-    """A value times or divided by one number, which may stand in front in a product."""
+    """A value times or divided by one number, which may stand in front in a product, or by a tensor."""
     if kwargs or len(args) != 2:
         return NotImplemented
     x, number = args
+    if type(x if isinstance(number, Frames) else number) in PLAIN:
+        divides = function in _DIVISIONS and isinstance(number, Frames)
+        return NotImplemented if divides else with_constant(function, x, number)
     if is_number(x) and function is torch.mul:
         x, number = number, x
     if not isinstance(x, Frames) or not is_number(number) or not x.intact:
@@ -188,9 +195,42 @@ def _copy(function: Any, args: Any, kwargs: Any) -> Any:
     return per_frame(args[0], same, True)
 
 
+@handles(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as)
+def _cast(function: Any, args: Any, kwargs: Any) -> Any:
+    """Drives in another dtype of floating point; a value that is of it already is what comes out, as of any tensor.
+
+    Where autograd records, the gradients of frames are summed behind the cast: frame by frame, as they come.
+    """
+    x, dtype = args[0], _CASTS.get(function)
+    if not isinstance(x, Frames):
+        return NotImplemented
+    if dtype is None and len(args) == 2 and not kwargs:
+        other = args[1]
+        dtype = other if isinstance(other, torch.dtype) else None
+        if isinstance(other, Tensor) and other.device == x.kind[1]:
+            dtype = other.dtype
+    if dtype is None or kwargs or not dtype.is_floating_point or not x.intact:
+        return NotImplemented
+    if dtype is x.kind[0]:
+        return x
+    return NotImplemented if torch.is_grad_enabled() else per_frame(x, lambda t: t.to(dtype), False)
+
+
+_CASTS = {
+    Tensor.float: torch.float32,
+    Tensor.double: torch.float64,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
+
+
 @handles(Tensor.detach, torch.detach)
 def _detach(function: Any, args: Any, kwargs: Any) -> Any:
-    return viewed(args[0], torch.detach) if args[0].intact else NotImplemented
+    x = args[0]
+    # Sums may hang on weights of their reader's, whose gradient stays.
+    if not x.intact or (isinstance(x, Spikes) and torch.is_grad_enabled()):
+        return NotImplemented
+    return viewed(x, torch.detach)
 
 
 @handles(Tensor.detach_, torch.detach_)
@@ -224,6 +264,27 @@ def _dropout(function: Any, args: Any, kwargs: Any) -> Any:
         return x
     behind = isinstance(x, Shared) and x.means is not None and x.means == x.expression.groups
     return per_frame(x, lambda t: function(t, *args[1:], **kwargs), False) if behind else NotImplemented
+
+
+@handles(F.pad)
+def _pad(function: Any, args: Any, kwargs: Any) -> Any:
+    """A border around each map; modes other than "constant" look at how many dimensions there are."""
+    x, pad = args[0], kwargs.get("pad", args[1] if len(args) > 1 else None)
+    mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+    if not isinstance(x, Shared) or not x.intact or not isinstance(pad, (list, tuple)):
+        return NotImplemented
+    if len(pad) > 2 * (len(x.dims) - inner(x)) or (mode != "constant" and x.folded is None):
+        return NotImplemented
+    return per_frame(x, lambda t: function(t, *args[1:], **kwargs), False)
+
+
+@handles(torch.pixel_shuffle, torch.pixel_unshuffle)
+def _shuffle(function: Any, args: Any, kwargs: Any) -> Any:
+    """Channels to places of each map, or back."""
+    x = args[0]
+    if not isinstance(x, Shared) or not x.intact or len(x.dims) < inner(x) + 3:
+        return NotImplemented
+    return per_frame(x, lambda t: function(t, *args[1:], **kwargs), False)
 
 
 @handles(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)

@@ -298,3 +298,62 @@ def test_an_old_copy_in_the_users_project_is_named(tmp_path):
 def test_an_older_host_alone_is_named():
     done = python(OLD, "-c", IMPORT)
     assert "pip install 'spikingjelly>=0.0.0.0.14'" in done.stderr.strip().splitlines()[-1]
+
+
+OWN_STEPS = """
+import sj_tac.compat.clock_driven
+import torch
+from spikingjelly.clock_driven import neuron, surrogate
+
+class Complementary(neuron.LIFNode):
+    def __init__(self):
+        super().__init__(2.0, False, 1.0, None, surrogate.ATan())
+        self.register_memory("m", 0.0)
+    def forward(self, x):
+        self.neuronal_charge(x)
+        self.m = self.m * torch.sigmoid(self.v / self.tau)
+        spike = self.neuronal_fire()
+        self.m = self.m + spike
+        self.neuronal_reset(spike)
+        self.v = self.v - spike * torch.sigmoid(self.m)
+        return spike
+    def neuronal_charge(self, x):
+        self.v = self.v * (1 - 1 / self.tau) + x
+
+class Hard(Complementary):
+    def __init__(self):
+        super().__init__()
+        self.v_reset = 0.25
+
+def expected(xs, reset):
+    v, m, spikes = 0.0, 0.0, []
+    for x in xs:
+        v = v * 0.5 + x
+        m = m * torch.sigmoid(v / 2)
+        spikes.append((v >= 1).to(x))
+        m = m + spikes[-1]
+        v = v - spikes[-1] if reset is None else (1 - spikes[-1]) * v + spikes[-1] * reset
+        v = v - spikes[-1] * torch.sigmoid(m)
+    return torch.stack(spikes)
+
+torch.manual_seed(0)
+xs = torch.rand(8, 500) * 1.5
+for made, reset in ((Complementary(), None), (Hard(), 0.25)):
+    for mode in (True, False):
+        made.train(mode).reset()
+        spikes = torch.stack([made(x) for x in xs])
+        assert torch.equal(spikes, expected(xs, reset)) and 0.05 < spikes.mean() < 0.6
+
+class Calls(neuron.LIFNode):
+    def forward(self, x):
+        return super().forward(x)
+    def neuronal_charge(self, x):
+        self.v = x
+Calls()
+"""
+
+
+def test_a_neuron_that_steps_by_itself_runs_its_own_steps_with_the_hooks_it_inherited():
+    told = fails(OWN_STEPS)
+    assert "HostError: Calls (of __main__) overrides neuronal_charge" in told
+    passes(OWN_STEPS.partition("class Calls")[0])

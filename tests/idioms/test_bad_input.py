@@ -4,7 +4,7 @@ import pytest
 import torch
 from idioms.miniatures import IMAGE, SIZE, N, Private, StaticLayers, T, Transformer, conv, lif
 from idioms.test_idioms import BITS, CLOSE, convert, make, oracle, run, same
-from spikingjelly.activation_based import functional, layer
+from spikingjelly.activation_based import functional, layer, neuron
 from torch import nn
 
 import sj_tac
@@ -234,3 +234,82 @@ def test_a_stem_in_front_of_the_repeat_is_told_so():
 
 def test_bits_are_compared_where_they_can_be():
     assert BITS == {"rtol": 0, "atol": 0}
+
+
+class SingleStep(nn.Module):
+    """Time is a loop of whoever calls it, and convolutions are torch's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.lif = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), neuron.LIFNode()
+
+    def forward(self, x):
+        return self.lif(self.bn(self.conv(x)))
+
+
+def test_a_net_that_steps_one_frame_at_a_time_is_told_so():
+    (verdict,) = sj_tac.plan(SingleStep().eval(), example_input=torch.rand(3, 2, 8, 8)).verdicts
+    assert verdict.reason == "NOT_MULTI_STEP"
+    assert "'lif' is in step_mode 's'" in verdict.detail
+
+
+class OwnLoop(nn.Module):
+    def forward(self, x):
+        v, spikes = 0.0, []
+        for t in range(x.shape[0]):
+            v = 0.5 * v + x[t]
+            spikes.append((v > 0.5).to(x))
+            v = v * (1 - spikes[-1])
+        return torch.stack(spikes)
+
+
+def test_a_neuron_of_ones_own_is_named_where_its_loop_is_in_the_way():
+    net = nn.Sequential(layer.Conv2d(2, 4, 3, step_mode="m"), layer.BatchNorm2d(4, step_mode="m"), OwnLoop()).eval()
+    (verdict,) = sj_tac.plan(net, example_input=torch.rand(3, 2, 2, 8, 8)).verdicts
+    assert verdict.reason == "NOT_LINEAR"
+    assert "compares, as one's own neuron would" in " ".join((verdict.detail, *verdict.obstacles))
+    assert "sj_tac.register_neuron" in str(sj_tac.plan(net, example_input=torch.rand(3, 2, 2, 8, 8)))
+
+
+@pytest.mark.parametrize("slices", [True, False])
+def test_a_net_that_has_just_run_another_batch(slices):
+    """Voltages of 8 samples are in it; the sample has 2, and is run beside the symbols where they do not get through."""
+
+    class Unpacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.lif = nn.Conv2d(2, 4, 3, padding=1), neuron.LIFNode(step_mode="m")
+
+        def forward(self, x):
+            t, n, _, h, w = x.shape
+            y = self.conv(x.flatten(0, 1))
+            return self.lif(y.unflatten(0, (t, n)) if slices else y.reshape(t, n, 4, int(h / 1), int(w / 1)))
+
+    net = Unpacked().eval()
+    with torch.no_grad():
+        net(torch.rand(3, 8, 2, 6, 6))
+    kept = net.lif.v
+    assert sj_tac.plan(net, example_input=torch.rand(3, 2, 2, 6, 6)).converted
+    assert net.lif.v is kept
+
+
+@pytest.mark.parametrize("constant", ["each sample's", "each frame's", "in place", "the frames' divisor"])
+def test_what_is_no_constant_of_all_frames_is_refused_or_written(constant):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.lif = layer.Conv2d(2, 4, 3, padding=1, step_mode="m"), neuron.LIFNode(step_mode="m")
+            self.each = nn.Parameter(torch.rand(3, 1, 1, 1) if constant == "each sample's" else torch.rand(5, 1, 1, 1, 1))
+            self.gain = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+
+        def forward(self, x):
+            y = self.conv(x)
+            if constant == "in place":
+                y *= self.gain
+            else:
+                y = self.gain / (y + 3) if constant == "the frames' divisor" else y * self.each
+            return self.lif(y)
+
+    x = torch.rand(5, 3, 2, 8, 8)
+    (verdict,) = sj_tac.plan(Net().eval(), example_input=x).verdicts
+    assert verdict.reason == ("" if constant == "in place" else "NOT_LINEAR") or verdict.reason is None

@@ -49,6 +49,8 @@ KINDS = {
 }
 WEIGHT = torch.randn(3, C, 3, 3, dtype=torch.float64)
 STATISTICS = (torch.randn(C, dtype=torch.float64), torch.rand(C, dtype=torch.float64) + 0.5)
+GAINS = torch.linspace(0.5, 2, C, dtype=torch.float64).view(C, 1, 1)
+MAP = torch.randn(C, *SHAPE[2:], dtype=torch.float64)
 # name -> (operation, on folded frames). Every function of the table stands here at least once.
 OPERATIONS = {
     "add": (lambda x, y: x + y, False),
@@ -78,6 +80,42 @@ OPERATIONS = {
     "rtimes": (lambda x, y: 3 * x, False),
     "by": (lambda x, y: x / 4, False),
     "torch.div": (lambda x, y: torch.div(x, 2), False),
+    "times channels": (lambda x, y: x * GAINS, False),
+    "channels times": (lambda x, y: GAINS * x, False),
+    "torch.mul, a map": (lambda x, y: torch.mul(x, MAP), False),
+    "by channels": (lambda x, y: x / GAINS, False),
+    "channels by": (lambda x, y: GAINS / (x.abs() + 1), False),
+    "plus a map": (lambda x, y: x + MAP, False),
+    "a map minus": (lambda x, y: MAP - x, False),
+    "torch.sub, channels first": (lambda x, y: torch.sub(GAINS, x), False),
+    "times one element": (lambda x, y: x * GAINS[0, 0, 0], False),
+    "times what has other maps": (lambda x, y: x[..., :1] * MAP, False),
+    "times what each sample has": (lambda x, y: x * GAINS.new_tensor([1.0, 2.0]).view(N, 1, 1, 1), False),
+    "times what each frame has": (lambda x, y: x * torch.arange(T, dtype=torch.float64).view(T, 1, 1, 1, 1), False),
+    "times what has more dimensions": (lambda x, y: x * GAINS.new_ones(2, 1, 1, 1, 1, 1), False),
+    "in place by channels": (lambda x, y: x.__imul__(GAINS), False),
+    "in place plus channels": (lambda x, y: x.__iadd__(GAINS), False),
+    "folded times channels": (lambda x, y: x * GAINS, True),
+    "folded times a map of dimension 4": (lambda x, y: x * MAP[None], True),
+    "folded times what each frame has": (lambda x, y: x * torch.arange(T * N, dtype=torch.float64).view(-1, 1, 1, 1), True),
+    "float": (lambda x, y: x.float().double(), False),
+    "half": (lambda x, y: x.half().double(), False),
+    "bfloat16": (lambda x, y: x.bfloat16().double(), False),
+    "to": (lambda x, y: x.to(torch.float32).to(torch.float64), False),
+    "to, as a keyword": (lambda x, y: x.to(dtype=torch.float32).double(), False),
+    "to what it is": (lambda x, y: x.to(torch.float64) + 1, False),
+    "to a device": (lambda x, y: x.to("cpu"), False),
+    "type_as": (lambda x, y: x.float().type_as(y), False),
+    "folded type_as": (lambda x, y: x.type_as(GAINS), True),
+    "pad": (lambda x, y: F.pad(x, (1, 2, 0, 1)), False),
+    "pad with a number": (lambda x, y: F.pad(x, (1, 1), value=0.5), False),
+    "pad of channels": (lambda x, y: F.pad(x, pad=(0, 0, 0, 0, 1, 1)), False),
+    "pad of the batch": (lambda x, y: F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0)), False),
+    "pad by what is there": (lambda x, y: F.pad(x, (1, 1, 1, 1), mode="reflect"), True),
+    "folded pad": (lambda x, y: F.pad(x, (1, 1, 1, 1)), True),
+    "folded pad of the batch": (lambda x, y: F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0)), True),
+    "pixel_shuffle": (lambda x, y: F.pixel_shuffle(x, 2), False),
+    "pixel_unshuffle": (lambda x, y: F.pixel_unshuffle(x, 3), True),
     "product": (lambda x, y: x * y, False),
     "negative": (lambda x, y: -x, False),
     "plus a number": (lambda x, y: x + 0.5, False),
@@ -228,7 +266,7 @@ def test_the_list_is_closed_and_every_entry_is_tried():
     known = {getattr(f, "__name__", str(f)).strip("_") for f in called}
     others = {  # the same functions under other names, and those for frames of other dimensions
         "requires_grad", "get", "iadd", "isub", "radd", "rmul", "mul", "truediv", "div", "neg", "concatenate", "avg_pool3d",
-        "adaptive_avg_pool1d", "adaptive_avg_pool3d", "dropout1d", "dropout2d", "dropout3d", "conv1d", "conv3d",
+        "adaptive_avg_pool1d", "adaptive_avg_pool3d", "dropout1d", "dropout2d", "dropout3d", "conv1d", "conv3d", "pad",
         "boolean_dispatch", "rsub", "pos", "max_pool1d", "max_pool3d", "sub", "add", "fn", "view", "reshape",
     }  # fmt: skip
     assert {getattr(f, "__name__", str(f)).strip("_") for f in TABLE} - known - others == set()

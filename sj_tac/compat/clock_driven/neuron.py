@@ -10,10 +10,11 @@ from typing import Any
 from spikingjelly.activation_based import neuron as _host
 
 from sj_tac.compat.clock_driven import base as base, lost, surrogate as surrogate
-from sj_tac.compat.hooks import CALLS_HOOKS, check_backend, refuse_hooks
+from sj_tac.compat.hooks import CALLS_HOOKS, check_backend, install_hooks, refuse_hooks
 
 # One instance for all, as it was: the functions have no state.
 _SIGMOID = surrogate.Sigmoid()
+install_hooks()
 
 
 class BaseNode(_host.BaseNode):
