@@ -253,4 +253,9 @@ def _no_chain(model: nn.Module, found: Plan) -> str:
             "call functional.set_step_mode(model, 'm') and feed it [T, N, C, H, W]"
         )
     lines = [f"  {v.layer}: {v.reason}: {v.detail} ({v.hint})" for v in verdicts]
+    seen = {v.layer for v in verdicts}
+    if any(isinstance(m, nn.Linear) and name not in seen for name, m in model.named_modules()):
+        lines.append(
+            "  Linear layers were not looked at: a policy with layers: [conv, linear] converts those that drive neurons"
+        )
     return f"no chain of {type(model).__name__} can be converted:\n" + "\n".join(lines)

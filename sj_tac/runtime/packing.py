@@ -87,7 +87,7 @@ def _onednn() -> _OneDNN | None:
         return None
 
 
-# The precision of oneDNN's convolutions, of torch 2.9 and later.
+# In what oneDNN's convolutions multiply float32, also where that is said of more than them; of torch 2.9 and later.
 _precision: Any = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: None)
 
 

@@ -8,7 +8,7 @@ from spikingjelly.activation_based import functional, layer, neuron
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import InputError
+from sj_tac.errors import ConversionError, InputError
 
 FOLDED = (T, N, 2, SIZE, SIZE)
 
@@ -313,3 +313,11 @@ def test_what_is_no_constant_of_all_frames_is_refused_or_written(constant):
     x = torch.rand(5, 3, 2, 8, 8)
     (verdict,) = sj_tac.plan(Net().eval(), example_input=x).verdicts
     assert verdict.reason == ("" if constant == "in place" else "NOT_LINEAR") or verdict.reason is None
+
+
+def test_an_error_that_nothing_converts_says_that_linear_layers_were_not_looked_at():
+    net = nn.Sequential(
+        layer.Conv2d(2, 4, 3, step_mode="m"), layer.Flatten(step_mode="m"), layer.Linear(144, 5, step_mode="m")
+    )
+    with pytest.raises(ConversionError, match=r"layers: \[conv, linear\] converts"):
+        sj_tac.convert(net.eval(), example_input=torch.rand(3, 2, 2, 8, 8))
