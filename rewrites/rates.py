@@ -372,7 +372,7 @@ class _Walk:
                 pool = self.modules.get(str(reader.module))
                 if isinstance(pool, host.ANY_MAX_POOLS):
                     return reader
-                if reader.kind in (*CARRIES_SUMS, Kind.ADDED, Kind.ALIKE) and reader.index not in seen:
+                if reader.kind in (*CARRIES_SUMS, Kind.ADDED, Kind.AFFINE) and reader.index not in seen:
                     seen.add(reader.index)
                     ahead.append(reader)
         return None

@@ -37,7 +37,7 @@ def resolved(
 
 
 # What lies between spikes and their reader leaves them in their frames.
-_FRAME_BY_FRAME = CARRIES_DRIVES | {Kind.MAX_POOL, Kind.ALIKE}
+_FRAME_BY_FRAME = CARRIES_DRIVES | {Kind.MAX_POOL}
 
 
 def _reads_neurons(graph: Graph, site: str, neurons: set[str]) -> bool:
