@@ -35,14 +35,18 @@ def _shown(x: Any) -> str:
 
 def _refuse(operator: str, name: str, found: Any, y: Tensor, wanted: str) -> NoReturn:
     kind = "drives" if operator.startswith("fire") else "frames"
-    raise ValueError(f"{operator} got {name} {_shown(found)} with {kind} {_shown(y)}; it takes {wanted}")
+    beside = "" if found is y else f" with {kind} {_shown(y)}"
+    raise ValueError(f"{operator} got {name} {_shown(found)}{beside}; it takes {wanted}")
 
 
 def wide_dtype(operator: str, y: Tensor) -> torch.dtype:
     """The dtype of all that goes with frames ``y``. Raises ValueError where they are not floating point numbers."""
     wide = WIDE.get(y.dtype)
     if wide is None:
-        _refuse(operator, "frames", y, y, "float32, float64, float16 or bfloat16")
+        raise ValueError(
+            f"{operator} got frames {list(y.shape)} of {y.dtype}; it takes float32, float64, float16 or bfloat16: "
+            "convert what the net is handed, x.float()"
+        )
     return wide
 
 
@@ -69,6 +73,8 @@ def refuse_dtype(operator: str, y: Tensor, takes: Sequence[torch.dtype]) -> None
     """Raise ValueError where a device's kernels do not read this dtype."""
     if y.dtype not in takes:
         kernels = f"one of {', '.join(str(dtype) for dtype in takes)} on {y.device.type}"
+        if not y.dtype.is_floating_point:
+            kernels += ": convert what the net is handed, x.float()"
         _refuse(operator, "drives" if operator.startswith("fire") else "frames", y, y, kernels)
 
 

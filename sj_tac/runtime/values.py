@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import StaleValueError
+from sj_tac.runtime import attributes
 from sj_tac.runtime.expressions import Expression, SharedExpression
 from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, writes
 from sj_tac.runtime.groups import Groups, Sums, single
@@ -87,6 +88,11 @@ class Frames(Tensor):
         # No storage: what gets past torch's functions sees the true shape, and fails rather than read the compact form.
         made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=kind[0], device=kind[1])
         return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in attributes.OWN:
+            attributes.refuse_others(name, self.dims)
+        super().__setattr__(name, value)
 
     @property
     def intact(self) -> bool:

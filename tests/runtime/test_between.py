@@ -253,3 +253,25 @@ def test_on_the_meta_device():
     fused, definition = both(Net(between=lambda net, x: x[:-1]))
     shapes = [net.to("meta")(frames().to("meta")).shape for net in (fused, definition)]
     assert shapes[0] == shapes[1] == (5, 2, 4, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["steps", "kind", "merges", "means", "folded", "expression", "maker", "sums", "mine"])
+def test_attributes_of_the_users_on_frames_are_kept_or_refused(name):
+    def between(net, x):
+        setattr(x, name, True)
+        assert getattr(x, name) is True
+        return x
+
+    fused, definition = both(Net(between=between))
+    expected = trained(definition, frames())
+    if name == "mine":
+        same(trained(fused, frames()), expected)
+    else:
+        with pytest.raises(AttributeError, match=f"'{name}' is an attribute of sj_tac's own"):
+            fused(frames())
+
+
+def test_frames_of_whole_numbers_are_told_what_to_become():
+    fused, _ = both(Net().float())
+    with pytest.raises(ValueError, match=r"got frames \[6, 2, 2, 8, 8\] of torch.uint8.*x\.float\(\)"):
+        fused(frames().to(torch.uint8))
