@@ -5,7 +5,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import nn
 
 import sj_tac
-from sj_tac.runtime import straight
+from sj_tac.runtime import launching
 from sj_tac.runtime.borders import definition
 
 POOLS = {
@@ -51,7 +51,7 @@ def compare(net, x, exact=True):
 def launches(net):
     """How many launches the units of a net keep."""
     units = [m._tac for m in net.modules() if isinstance(m, neuron.BaseNode)]
-    return sum(found is not straight.NONE for unit in units for found in unit.launches.values())
+    return sum(found is not launching.NONE for unit in units for found in unit.launches.values())
 
 
 NEURONS = {

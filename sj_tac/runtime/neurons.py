@@ -23,6 +23,7 @@ from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.expressions import Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups, Sums, single
+from sj_tac.runtime.launching import Prepared
 from sj_tac.runtime.layers import pending
 from sj_tac.runtime.runs import Inputs, Run
 from sj_tac.runtime.values import Shared, Spikes, ordinary
@@ -64,7 +65,7 @@ class Unit:
     made: Counter[str] = field(default_factory=Counter)
     reader: weakref.ref[nn.Module] | None = None
     direct: weakref.ref[nn.Module] | None = None
-    launches: dict[Any, straight.Prepared] = field(default_factory=dict, repr=False)
+    launches: dict[Any, Prepared] = field(default_factory=dict, repr=False)
     _means: dict[Any, tuple[Tensor, int]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,89 +7,30 @@ here, takes the long way (neurons.py), which knows everything.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sj_tac import host
 from sj_tac.host import dispatch
-from sj_tac.kernels import backends, fire as kernels, reference
+from sj_tac.kernels import reference
 from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.fire_op import ON_CPU, ON_CUDA
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import empty
-from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
 from sj_tac.runtime.deferred import Deferred, Narrow
 from sj_tac.runtime.expressions import Made, SharedExpression
-from sj_tac.runtime.groups import Groups, Sums, single
+from sj_tac.runtime.groups import Sums, single
+from sj_tac.runtime.launching import NONE, Prepared, find
 from sj_tac.runtime.runs import Again, Inputs, Run
 from sj_tac.runtime.values import Frames, Shared, Spikes
 
 if TYPE_CHECKING:
     from sj_tac.runtime.neurons import Unit
 
-# Stands for "no launch is made for these".
-NONE: Any = object()
-# As many launches as a unit keeps: sizes of batches and clips that take turns.
-KEPT = 16
 # Dtypes of drives on each device.
 DTYPES = {"cpu": ON_CPU, "cuda": ON_CUDA}
-
-
-class Launch(Protocol):
-    """What runs the steps: ``kernels.cpu.launches.Launch`` or ``kernels.gpu.launches.Launch``."""
-
-    shape: tuple[int, ...]
-    last: bool
-
-    @property
-    def kernel(self) -> str:
-        """Its name."""
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the sums' weights and a PLIF's w are read in every call, or are numbers in the launch."""
-
-    @property
-    def convolves(self) -> bool:
-        """Whether it is given frames and weights in the place of drives."""
-
-    def __call__(
-        self,
-        y: Any,
-        v0: Tensor | None,
-        residual: Tensor | None,
-        affine: tuple[Tensor | None, Tensor | None],
-        weights: Tensor | None,
-        w: Tensor | None,
-        /,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class Prepared(NamedTuple):
-    """A launch, and what else does not change between the calls that it is for.
-
-    Attributes:
-        wanted: what the reader behind sums, or None for frames; lengths: steps on each drive; window: the pool's.
-        inner, outer: shapes of the frames behind the pool and before it.
-        narrow: the sums are of another dtype than the frames, for a reader of that dtype.
-    """
-
-    launch: Launch
-    wanted: Sums | None
-    lengths: list[int]
-    window: tuple[int, ...] | None
-    inner: tuple[int, ...]
-    outer: tuple[int, ...]
-    narrow: bool = False
-
-    def fits(self, wanted: Sums | None) -> bool:
-        """Whether it makes other sums, too: weights that hang on a tensor of a device are new in every call."""
-        before = self.wanted
-        alike = before is not None and wanted is not None and before.size == wanted.size and before.of == wanted.of
-        return alike and self.launch.reads_weights
 
 
 def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
@@ -201,7 +142,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
         read, y = (y.raw, y) if type(y) is Narrow else (y, None)
         # Past NamedTuple's own function.
         inputs = tuple.__new__(Inputs, (read, v, residual, scale, shift, w))
-        found = _prepared(unit, node, inputs, wanted, (*key, read.dtype, read.stride()))
+        found = find(unit, node, inputs, wanted, (*key, read.dtype, read.stride()))
         if found is NONE:
             return None
         out, last = found.launch(read, v, residual, (scale, shift), None if wanted is None else wanted.flat, w)
@@ -249,7 +190,7 @@ def _in_one(
         return None
     prepared = NONE
     if inputs.residual is None:
-        prepared = _prepared(unit, node, inputs, wanted, (*key, drives.one), drives)
+        prepared = find(unit, node, inputs, wanted, (*key, drives.one), drives)
     if prepared is NONE:
         drives.decline()
         return None
@@ -278,7 +219,7 @@ def _in_parts(
             y, None if v is None else v[at, to], added, None if scale is None else scale[to],
             None if shift is None else shift[to], w,
         )  # fmt: skip
-        prepared = _prepared(unit, node, part, wanted, (*key, y.dtype, y.shape, y.stride()))
+        prepared = find(unit, node, part, wanted, (*key, y.dtype, y.shape, y.stride()))
         if prepared is NONE:
             unit.launches[key] = NONE
             return None
@@ -294,28 +235,6 @@ def _in_parts(
             last = empty(voltages, [*batch, *voltages.shape[2:]], lies)
         out[:, at, to], last[at, to] = some, voltages
     return None if found is None else (found, out, last)
-
-
-def _is_by_channel(x: Tensor, y: Tensor) -> bool:
-    """Whether a scale or shift is for drives ``y``: of their channels, on their device; half ones are widened."""
-    known = x.dtype is WIDE[y.dtype] or x.dtype is y.dtype
-    return known and not x.requires_grad and x.shape == y.shape[2:3] and x.device == y.device
-
-
-def _prepared(
-    unit: Unit, node: Any, inputs: Inputs, wanted: Sums | None, key: tuple[Any, ...], drives: Deferred | None = None
-) -> Any:
-    """What was prepared for ``key``, now if not before; NONE where nothing can be. ``drives``: to be convolved as well."""
-    try:
-        found = unit.launches.get(key)
-    except TypeError:  # a pool's options are lists
-        return NONE
-    if found is None or (found is not NONE and found.wanted is not wanted and not found.fits(wanted)):
-        found = _prepare(unit, node, inputs, key[0], wanted, drives) or NONE
-        if len(unit.launches) >= KEPT:
-            unit.launches.clear()
-        unit.launches[key] = found
-    return found
 
 
 def _value(
@@ -340,57 +259,3 @@ def _value(
     value = Spikes.of(Again(ran, None, None, 1), found.outer, out, pooled=(found.window, inner))
     value.__dict__["maker"] = unit
     return value
-
-
-def _prepare(
-    unit: Unit, node: Any, inputs: Inputs, of: tuple[Groups, torch.dtype, Any], wanted: Sums | None, drives: Deferred | None
-) -> Prepared | None:
-    """A launch for such inputs; None where neither CUDA kernels run nor, on the CPU, those of tiles.
-
-    ``of``: the groups of the drives, the dtype of what is put out, and that of the frames, with their device.
-    """
-    (y, v, residual, scale, shift, _), (groups, emitted, kind) = inputs, of
-    if y is None and drives is not None:
-        y = drives.stand_in()
-    assert y is not None
-    window = None if unit.pool is None else host.pool_window(unit.pool)
-    if not y.numel() or (window is None) is not (unit.pool is None):
-        return None
-    kernel, _ = kernels.choose(unit.backend, node, unit.pool, y.device, y.dtype, False)
-    if kernel == reference.NAME:
-        return None
-    lengths = list(groups.steps)
-    weights, size = (None, 1) if wanted is None else (wanted.flat, wanted.size)
-    if scale is not None and shift is not None:
-        if not (_is_by_channel(scale, y) and _is_by_channel(shift, y)):
-            return None  # the long way has words for a norm of other channels
-        scale, shift = scale.to(WIDE[y.dtype]), shift.to(WIDE[y.dtype])
-    if residual is not None and residual.dtype is not y.dtype:
-        # The launch reads either; the check of operands knows them alike.
-        residual = residual.new_empty(1, dtype=y.dtype).expand(residual.shape)
-    call = kernels.Call(y, node, lengths, v, residual, scale, shift, unit.pool, weights, size)
-    o = kernels.operands(call, None)
-    launch = _launch(o, kernel, None if drives is None else drives.one, emitted)
-    if launch is None:
-        return None
-    frames = (groups.total, *y.shape[1:])
-    inner = launch.shape if wanted is None else (groups.total, *launch.shape[1:])
-    assert (window is None) == (o.pool == NO_POOL)
-    return Prepared(launch, wanted, lengths, window, inner, frames, emitted is not kind[0])
-
-
-def _launch(o: Operands, kernel: str, one: Any, emitted: torch.dtype) -> Launch | None:
-    """A launch of the kernel of this name, with a convolution in it or not; None of those on the CPU that are no tiles'."""
-    if one is not None and kernel in backends.ON_CUDA:
-        return conv_fire.ConvLaunch(o, kernel, one)
-    if kernel in backends.ON_CUDA:
-        from sj_tac.kernels.gpu import launches as on_cuda
-
-        return on_cuda.Launch(o, kernel)
-    if not in_tiles(o.y, o.pool, o.window) or overlap(o.pool, o.window):
-        return None
-    from sj_tac.kernels.cpu import conv_launches, launches as on_cpu  # they import Numba
-
-    if one is None:
-        return on_cpu.Launch(o, emitted)
-    return conv_launches.ConvLaunch(o, one, emitted) if one.last or o.pool != NO_POOL else None
