@@ -27,7 +27,9 @@ def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
         decayed: Tensor = 1.0 - node.w.to(dtype).sigmoid()
         return decayed
     if isinstance(node, neuron.LIFNode):
-        return 1.0 - 1.0 / number(node.tau)
+        # ``number``, written out: every layer of every call asks.
+        tau = node.tau
+        return 1.0 - 1.0 / float(tau.detach() if isinstance(tau, Tensor) else tau)
     return 1.0
 
 

@@ -159,7 +159,8 @@ class DriveModule(Matchable):
         inner: Any = self
         folded, weight, bias = frames.flatten(0, 1), parameters["weight"], parameters["bias"]
         folded = folded if narrow is None else folded.to(narrow)
-        y = packing.convolve(self, folded)
+        # Contiguous ones torch convolves in another layout.
+        y = None if folded.is_contiguous() and weight.is_contiguous() else packing.convolve(self, folded)
         if y is None:
             if narrow is not None:
                 # Rounded in every call: it costs what a look whether they are still the same would cost.

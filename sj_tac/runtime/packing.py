@@ -103,10 +103,8 @@ def convolve(conv: Any, x: Tensor) -> Tensor | None:
     if x.device.type != "cpu":
         packing.pack = None
         return None
-    # So many places that it cannot pay, whatever the stride; contiguous ones torch convolves in another layout.
-    if x.numel() > 4 * MOST_PLACES * own["in_channels"] or torch.is_grad_enabled() or (
-        x.is_contiguous() and weight.is_contiguous()
-    ):  # fmt: skip
+    # So many places that it cannot pay, whatever the stride.
+    if x.numel() > 4 * MOST_PLACES * own["in_channels"] or torch.is_grad_enabled():
         return None
     # All by which torch convolves one way or another.
     kind = (

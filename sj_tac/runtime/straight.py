@@ -37,7 +37,7 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
     """All that a neuron's steps depend on besides tensors; None where a launch cannot know it, or the value notes more."""
     y, (dtype, device) = x.expression.held, x.kind
     if (
-        not _is_untouched(x)
+        not ((x._made is None and x._viewed is None) or _is_untouched(x))
         or x.folded is not None
         or x.means is not None
         or x.merges
