@@ -42,7 +42,7 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         or x.means is not None
         or x.merges
         or (type(y) not in (Deferred, Narrow) and (type(y) is not Tensor or y.requires_grad))
-        or len(y.shape) != 5
+        or len(y.shape) not in (4, 5)
         or dtype not in DTYPES.get(device.type, ())
         or unit.backend == reference.NAME
         or torch._C._autograd._profiler_enabled()
@@ -108,7 +108,7 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
     """
     y, groups = x.expression.held, x.expression.groups
     numbers, v = _numbers(node, unit, x), node._memories["v"]
-    if numbers is None or groups.frames is not groups.steps:
+    if numbers is None or groups.frames is not groups.steps or (unit.pool is not None and len(y.shape) != 5):
         return None
     shape, (dtype, device) = y.shape, x.kind
     wide = WIDE[dtype]
@@ -142,16 +142,35 @@ def run(node: Any, unit: Unit, x: Shared) -> Spikes | None:
         read, y = (y.raw, y) if type(y) is Narrow else (y, None)
         # Past NamedTuple's own function.
         inputs = tuple.__new__(Inputs, (read, v, residual, scale, shift, w))
-        found = find(unit, node, inputs, wanted, (*key, read.dtype, read.stride()))
-        if found is NONE:
+        ran = _on_drives(node, unit, inputs, wanted, (*key, read.dtype, read.stride()))
+        if ran is None:
             return None
-        out, last = found.launch(read, v, residual, (scale, shift), None if wanted is None else wanted.flat, w)
+        found, out, last = ran
         inputs = inputs if y is None else inputs._replace(y=None)
     node._memories["v"] = last
     if node.__dict__.get("v_seq") is not None:
         node.v_seq = None
     unit.ran, unit.convolved = found.launch.kernel, found.launch.convolves
     return _value(node, unit, found, wanted, (inputs, y), out)
+
+
+def _on_drives(
+    node: Any, unit: Unit, inputs: Inputs, wanted: Sums | None, key: tuple[Any, ...]
+) -> tuple[Prepared, Tensor, Tensor] | None:
+    """Run a neuron on drives that there are: what was prepared, the output and the last voltages; None where nothing can be.
+
+    Drives of lines [G, N, C, L] run as maps of one column.
+    """
+    y, v, residual, scale, shift, w = inputs
+    lines = y is not None and y.dim() == 4
+    if lines:
+        y, v, residual = (None if x is None else x.unsqueeze(-1) for x in (y, v, residual))
+    found = find(unit, node, Inputs(y, v, residual, scale, shift, w) if lines else inputs, wanted, key)
+    if found is NONE:
+        return None
+    out, last = found.launch(y, v, residual, (scale, shift), None if wanted is None else wanted.flat, w)
+    # Detached, a view is none: who detaches the voltage in place must not meet one.
+    return found, *((out.squeeze(-1), last.squeeze(-1).detach()) if lines else (out, last))
 
 
 def run_features(node: Any, unit: Unit, x: Tensor) -> Tensor | None:
@@ -242,16 +261,18 @@ def _value(
 ) -> Spikes:
     """The value of an output: neurons.UnitModule._emit, for what was prepared."""
     ran = Run(node, read[0], found.lengths, False, True, read[1])
+    # Drives of lines [G, N, C, L] are prepared as maps.
+    shape = found.inner if len(ran.frame) == 4 else found.inner[:-1]
     pool = None if found.window is None else unit.pool
     if wanted is None:
         unit.gave = "frames"
-        inner = Spikes.of(Made(Again(ran, pool, None, 1).on, ran.given, out), found.inner, out)
+        inner = Spikes.of(Made(Again(ran, pool, None, 1).on, ran.given, out), shape, out)
     else:
         unit.gave = "sums"
         narrowed, sums = None, {wanted: out}
         if found.narrow:
             narrowed, sums, out = (wanted, out), {}, torch.empty(0, dtype=WIDE[out.dtype], device=out.device)
-        inner = Spikes.of(Again(ran, pool, None, 1), found.inner, out, sums=sums)
+        inner = Spikes.of(Again(ran, pool, None, 1), shape, out, sums=sums)
         held = inner.__dict__
         held["maker"], held["narrowed"] = unit, narrowed
     if found.window is None:
