@@ -52,7 +52,7 @@ _PARTS = {torch.chunk, "chunk", torch.split, "split"}
 _RESIZES = {F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
 _INTERPOLATES = {F.interpolate}
 # With a constant on top: of the map of each frame, as the shapes of the sample show.
-_BORDERS = {F.pad, torch.pixel_shuffle, torch.pixel_unshuffle}
+_SHUFFLES = {torch.pixel_shuffle, torch.pixel_unshuffle}
 _QUERIES = {"shape", "ndim", "dtype", "device", "is_cuda"}
 _ASKING = {"size", "dim", "numel", "is_contiguous", "stride", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
 _LIKE = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like}
@@ -126,10 +126,21 @@ def kind_of(
         return _function_kind(node, inputs, sample)
     if inputs != 1:
         return Kind.FIXED
+    return _kind_of_module(node, module, sample)
+
+
+def _kind_of_module(node: fx.Node, module: nn.Module, sample: Sample | None) -> Kind:
+    """Of a module that is handed one value, by where time stands in that."""
     before, after = _layouts(node, sample)
-    if Layout.FOLDED in (before, after):
-        return folded_kind(module) if before is after else Kind.FIXED
-    return module_kind(module)
+    if before is not after and Layout.FOLDED in (before, after):
+        return Kind.FIXED
+    if host.kind(module) in (*host.PADS, *host.SHUFFLES):
+        if before is not after or before is Layout.OTHER:
+            return Kind.FIXED
+        padding: Any = getattr(module, "padding", ())
+        dims = len(padding) // 2 if host.kind(module) in host.PADS else 3
+        return _reaching(dims, node, 1 if before is Layout.FOLDED else 2)
+    return folded_kind(module) if before is Layout.FOLDED else module_kind(module)
 
 
 def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.Node]) -> Kind | None:
@@ -148,7 +159,9 @@ def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.No
         return Kind.FIXED
     kept = 1 if layout is Layout.FOLDED else 2
     ahead = max(0, len(shape) - len(before) + kept)
-    if any(size != 1 for size in shape[:ahead]) or (constant is first and node.target in _DIVISIONS | _IN_PLACE):
+    # A sample of one step or one image cannot tell a 1 from what there is of it; of a parameter's own shape it need not.
+    unclear = ahead and constant.op != "get_attr" and 1 in (sample.steps, sample.batch)
+    if unclear or any(size != 1 for size in shape[:ahead]) or (constant is first and node.target in _DIVISIONS | _IN_PLACE):
         return Kind.FIXED
     return Kind.WRITTEN if node.target in _IN_PLACE else Kind.AFFINE
 
@@ -244,8 +257,11 @@ def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:
         return _scaling_kind(node, others)
     if target in _COPIES:
         return Kind.LINEAR
-    if target in _DROPOUTS or (target in _CASTS and all(isinstance(a, torch.dtype) for a in others) and not node.kwargs):
+    if target in _DROPOUTS:
         return Kind.AFFINE
+    if target in _CASTS:
+        dtype = node.meta.get("dtype")
+        return Kind.AFFINE if dtype is not None and dtype.is_floating_point and not node.kwargs else Kind.FIXED
     return _shape_kind(node, others, sample)
 
 
@@ -296,14 +312,24 @@ def _kept_kind(node: fx.Node, others: list[Any], folded: bool) -> Kind:
         return Kind.FIXED
     if target in _RESHAPES:
         return Kind.RESHAPE
-    if target in _BORDERS:
-        return Kind.AFFINE
+    if target is F.pad:
+        pad = node.kwargs.get("pad", others[0] if others else None)
+        pad = _flat(node.args[1:2] or [pad])
+        return _reaching(-(-len(pad) // 2), node, kept) if all(isinstance(n, int) for n in pad) else Kind.FIXED
+    if target in _SHUFFLES:
+        return _reaching(3, node, kept)
     dims = [d % len(shapes[0]) for d in _flat([*others, *node.kwargs.values()]) if isinstance(d, int)]
     if target in _PERMUTES:
         return Kind.RESHAPE if dims[:kept] == [*range(kept)] else Kind.FIXED
     if target in _TRANSPOSES:
         return Kind.RESHAPE if dims and all(d >= kept for d in dims) else Kind.FIXED
     return Kind.FIXED
+
+
+def _reaching(dims: int, node: fx.Node, kept: int) -> Kind:
+    """Of what acts on the last ``dims`` dimensions: they must be a frame's."""
+    shape = node.all_input_nodes[0].meta.get("shape")
+    return Kind.AFFINE if shape is not None and dims <= len(shape) - kept else Kind.FIXED
 
 
 def _are_inner(dims: list[Any], node: fx.Node, sample: Sample | None) -> bool:

@@ -192,7 +192,7 @@ class _ValueTracer(_LeafTracer):
 
         def make(node: fx.Node) -> fx.Proxy:
             if isinstance(value, Tensor):
-                node.meta["shape"] = tuple(value.shape)
+                node.meta["shape"], node.meta["dtype"] = tuple(value.shape), value.dtype
             return _ValueProxy(node, self, value)
 
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
@@ -324,7 +324,7 @@ class _Shapes(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         found = super().run_node(n)
         if isinstance(found, Tensor):
-            n.meta["shape"] = tuple(found.shape)
+            n.meta["shape"], n.meta["dtype"] = tuple(found.shape), found.dtype
         return found
 
 

@@ -69,10 +69,12 @@ LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *
 # What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.
 AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
 # What treats every frame alike, with a constant on top, or in training a mask of its own: drives may pass, sums may not.
-PER_FRAME: tuple[type[nn.Module], ...] = (
-    *(nn.Dropout, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
-    *(nn.PixelShuffle, nn.PixelUnshuffle),
+PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout,)
+# The same, where a frame has the dimensions that they reach.
+PADS: tuple[type[nn.Module], ...] = (
+    *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
 )
+SHUFFLES: tuple[type[nn.Module], ...] = (nn.PixelShuffle, nn.PixelUnshuffle)
 
 # torch's own layers on folded frames [T * N, ...]: each sees one frame at a time.
 FOLDED_CONVS: tuple[type[nn.Module], ...] = (
@@ -87,7 +89,7 @@ FOLDED_LINEAR: tuple[type[nn.Module], ...] = (
 # Every class whose behaviour is known; of others, ``kinds.kind`` says which of these they come down to.
 KNOWN: frozenset[type[nn.Module]] = frozenset(
     {*CONVS, *LINEARS, *CONTAINERS, *INNER_CONVS, *INNER_LINEARS, *PLAIN_NORMS, *NORMS, *NEURONS, *ANY_MAX_POOLS}
-    | {*INNER_AVG_POOLS, *POOLS, *LINEAR_IN_TIME, *AFFINE, *PER_FRAME}
+    | {*INNER_AVG_POOLS, *POOLS, *LINEAR_IN_TIME, *AFFINE, *PER_FRAME, *PADS, *SHUFFLES}
     | {*FOLDED_CONVS, *FOLDED_LINEARS, *FOLDED_MAX_POOLS, *FOLDED_LINEAR}
 )
 

@@ -9,6 +9,7 @@ Whether oneDNN computes the same from them, to the last bit and in the same stri
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,8 @@ from sj_tac.runtime.deferred import Options
 
 # Places of the output [n, H, W] up to which it pays: of more, laying out the weights is a few hundredths of the convolution.
 MOST_PLACES = 1024
+# Weights from which on it pays: fewer are laid out as fast as their digest is made. Of sums of few of them any order is one.
+FEWEST_WEIGHTS = 1024
 # Kinds of calls that a layer remembers: sizes of batches and clips that take turns.
 KEPT = 16
 
@@ -36,24 +39,23 @@ class Pack(NamedTuple):
 
     Attributes:
         weight: the parameter that they are of; at, version: where its numbers lay, and how often it had been written.
-        numbers: these, flat; digest: of their bits, at that time.
+        lying: its shape and strides; digest: of the bits of its numbers, in the order of memory, at that time.
         dtype: of the pack; packed: the weights, opaque to all but oneDNN.
     """
 
     weight: Tensor
     at: int
     version: int | None
-    numbers: np.ndarray[Any, Any]
+    lying: tuple[Any, ...]
     digest: bytes
     dtype: torch.dtype
     packed: Tensor
 
     def is_of(self, weight: Tensor, dtype: torch.dtype) -> bool:
         """Whether the weights are what they were."""
-        from sj_tac.kernels.cpu import digest  # it imports Numba
-
         same = weight is self.weight and weight.data_ptr() == self.at and _version(weight) == self.version
-        return same and dtype is self.dtype and digest.digest(self.numbers) == self.digest
+        same = same and dtype is self.dtype and (weight.shape, weight.stride()) == self.lying
+        return same and _digest(weight) == self.digest
 
 
 @dataclass(eq=False)
@@ -91,6 +93,10 @@ def _onednn() -> _OneDNN | None:
 _precision: Any = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: None)
 
 
+# Whether somebody looks at torch's functions as they are called.
+_is_watched: Any = torch._C._len_torch_function_stack
+
+
 def convolve(conv: Any, x: Tensor) -> Tensor | None:
     """What a Conv2d makes of folded frames [n, C, H, W] in their dtype, from packed weights; None where it must run itself.
 
@@ -104,7 +110,7 @@ def convolve(conv: Any, x: Tensor) -> Tensor | None:
         packing.pack = None
         return None
     # So many places that it cannot pay, whatever the stride.
-    if x.numel() > 4 * MOST_PLACES * own["in_channels"] or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or x.numel() > 4 * MOST_PLACES * own["in_channels"] or _is_watched():
         return None
     # All by which torch convolves one way or another.
     kind = (
@@ -117,9 +123,7 @@ def convolve(conv: Any, x: Tensor) -> Tensor | None:
         return None
     options = deferred.options_of(conv)
     if known is None or options is None:
-        if len(packing.calls) >= KEPT:
-            packing.calls.clear()
-        packing.calls[kind] = ONCE if options is not None and _may(conv, x, options) else PLAIN
+        _note(packing, kind, ONCE if options is not None and _may(conv, x, options) else PLAIN)
         return None
     if not deferred.is_plain(conv, x, weight, bias, x.dtype):
         return None
@@ -129,12 +133,17 @@ def convolve(conv: Any, x: Tensor) -> Tensor | None:
         packing.pack = None
         return None
     if known is ONCE:
-        pack = _tried(pack, x, weight, bias, options)
-        packing.calls[kind] = PLAIN if pack is None else PACKS
-    elif pack is None:
-        pack = _packed(weight, x, options)
-    packing.pack = pack
-    return None if pack is None else _run(pack, x, bias, options)
+        _note(packing, kind, PACKS if _is_the_same(x, weight, bias, options) else PLAIN)
+        return convolve(conv, x)
+    if pack is None:
+        pack = packing.pack = _packed(weight, x, options)
+    return _run(pack, x, bias, options)
+
+
+def _note(packing: Packing, kind: tuple[Any, ...], known: str) -> None:
+    if len(packing.calls) >= KEPT:
+        packing.calls.clear()
+    packing.calls[kind] = known
 
 
 def _may(conv: Any, x: Tensor, options: Options) -> bool:
@@ -145,20 +154,24 @@ def _may(conv: Any, x: Tensor, options: Options) -> bool:
         shape is not None
         and conv._tac.backend != reference.NAME
         and weight.dtype is torch.float32
-        and x.dtype in (torch.float32, torch.bfloat16)
+        # torch itself crashes in some dilated convolutions in bfloat16.
+        and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and options.dilation == (1, 1)))
+        and weight.numel() >= FEWEST_WEIGHTS
         and shape[1] * math.prod(shape[3:]) <= MOST_PLACES
-        and _flat(weight) is not None
+        and any(weight.permute(dims).is_contiguous() for dims in ((0, 1, 2, 3), (0, 2, 3, 1)))
         and _onednn() is not None
     )
 
 
-def _flat(weight: Tensor) -> np.ndarray[Any, Any] | None:
-    """The numbers of weights as they lie in memory; None where they do not lie side by side."""
-    for dims in ((0, 1, 2, 3), (0, 2, 3, 1)):
-        lying = weight.detach().permute(dims)
-        if lying.is_contiguous():
-            return lying.numpy().reshape(-1)
-    return None
+def _digest(weight: Tensor) -> bytes:
+    """Of the numbers of weights as they lie in memory, side by side.
+
+    By their address: a NumPy array of a tensor leaves its storage unable to be resized, as sharding and offloading do.
+    """
+    from sj_tac.kernels.cpu import digest  # it imports Numba
+
+    numbers: Any = (ctypes.c_uint32 * weight.numel()).from_address(weight.data_ptr())
+    return digest.digest(np.frombuffer(numbers, np.uint32))
 
 
 def _version(weight: Tensor) -> int | None:
@@ -167,18 +180,15 @@ def _version(weight: Tensor) -> int | None:
 
 def _packed(weight: Tensor, x: Tensor, options: Options) -> Pack:
     """A pack of weights for frames like ``x``."""
-    from sj_tac.kernels.cpu import digest  # it imports Numba
-
-    onednn, numbers = _onednn(), _flat(weight)
+    onednn = _onednn()
     assert onednn is not None
-    assert numbers is not None
     stride, padding, dilation, groups = options
     # The digest first: who writes meanwhile is found out by the next call.
-    before, at, version = digest.digest(numbers), weight.data_ptr(), _version(weight)
+    before, at, version = _digest(weight), weight.data_ptr(), _version(weight)
     with torch.inference_mode(False), torch.no_grad():  # it outlives the call that it was made in
         laid_out = weight.detach().to(x.dtype).to_mkldnn()
         packed = onednn.lay_out(laid_out, padding, stride, dilation, groups, list(x.shape))
-    return Pack(weight, at, version, numbers, before, x.dtype, packed)
+    return Pack(weight, at, version, (weight.shape, weight.stride()), before, x.dtype, packed)
 
 
 def _run(pack: Pack, x: Tensor, bias: Tensor | None, options: Options) -> Tensor:
@@ -190,18 +200,24 @@ def _run(pack: Pack, x: Tensor, bias: Tensor | None, options: Options) -> Tensor
     return y
 
 
-def _tried(pack: Pack | None, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Pack | None:
-    """A pack that gives what torch's convolution does, bit for bit and in the same strides, of frames like ``x``; or None.
+def _is_the_same(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> bool:
+    """Whether packs give what torch's convolution does, bit for bit and in the same strides, of frames like ``x``.
 
-    Tried on numbers without zeros: of frames with few spikes, sums in another order may be the same by chance.
+    Tried on numbers without zeros, weights too: of few spikes, or of weights that are zero as yet, sums in another order may
+    be the same by chance.
     """
     generator = torch.Generator().manual_seed(0)
-    like = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator, device="cpu"))
-    wanted = torch.conv2d(like, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), *options)
-    try:
-        pack = pack or _packed(weight, x, options)
-        found = _run(pack, like, bias, options)
-    except RuntimeError:
-        return None
-    same = found.stride() == wanted.stride() and found.dtype is wanted.dtype and torch.equal(found, wanted)
-    return pack if same else None
+
+    def drawn(like: Tensor) -> Tensor:
+        return torch.empty_like(like).copy_(torch.randn(like.shape, generator=generator, device="cpu"))
+
+    for _ in range(2):
+        frames, weights, added = drawn(x), drawn(weight), None if bias is None else drawn(bias)
+        wanted = torch.conv2d(frames, weights.to(x.dtype), None if added is None else added.to(x.dtype), *options)
+        try:
+            found = _run(_packed(weights, frames, options), frames, added, options)
+        except RuntimeError:
+            return False
+        if found.stride() != wanted.stride() or found.dtype is not wanted.dtype or not torch.equal(found, wanted):
+            return False
+    return True

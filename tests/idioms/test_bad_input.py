@@ -6,6 +6,7 @@ from idioms.miniatures import IMAGE, SIZE, N, Private, StaticLayers, T, Transfor
 from idioms.test_idioms import BITS, CLOSE, convert, make, oracle, run, same
 from spikingjelly.activation_based import functional, layer, neuron
 from torch import nn
+from torch.nn import functional as F
 
 import sj_tac
 from sj_tac.errors import ConversionError, InputError
@@ -321,3 +322,36 @@ def test_an_error_that_nothing_converts_says_that_linear_layers_were_not_looked_
     )
     with pytest.raises(ConversionError, match=r"layers: \[conv, linear\] converts"):
         sj_tac.convert(net.eval(), example_input=torch.rand(3, 2, 2, 8, 8))
+
+
+CHANGES_TIME = {
+    "pad of time": lambda net, y: F.pad(y, (0, 0, 0, 0, 0, 0, 0, 0, 1, -1)),
+    "pad of samples": lambda net, y: F.pad(y, (0, 0, 0, 0, 0, 0, 1, -1)),
+    "folded pad of samples": lambda net, y: F.pad(y.flatten(0, 1), (0, 0, 0, 0, 0, 0, 3, -3)).unflatten(0, y.shape[:2]),
+    "steps of a sample of one": lambda net, y: y + net.steps[: y.shape[0]],
+    "whole numbers": lambda net, y: y.to(torch.uint8).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("between", CHANGES_TIME)
+def test_what_moves_frames_or_rounds_them_is_no_affine_map(between):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.lif = layer.Conv2d(2, 4, 3, padding=1, step_mode="m"), neuron.LIFNode(step_mode="m")
+            self.steps = nn.Parameter(torch.rand(8, 1, 1, 1, 1))
+
+        def forward(self, x):
+            return self.lif(CHANGES_TIME[between](self, self.conv(x)))
+
+    x = torch.rand(1 if between == "steps of a sample of one" else 5, 3, 2, 8, 8)
+    (verdict,) = sj_tac.plan(Net().eval(), example_input=x).verdicts
+    assert verdict.reason == "NOT_LINEAR"
+
+
+@pytest.mark.parametrize("pad", [nn.ZeroPad3d((0, 0, 0, 0, 1, -1)), nn.ZeroPad2d((0, 0, 1, -1))], ids=repr)
+def test_a_pad_that_reaches_time_or_samples_is_no_affine_map(pad):
+    net = nn.Sequential(layer.Linear(4, 6, step_mode="m"), pad, neuron.LIFNode(step_mode="m")).eval()
+    policy = {"layers": ["linear"], "default": {"mode": "preserve", "k": 2}}
+    (verdict,) = sj_tac.plan(net, policy, example_input=torch.rand(5, 3, 4)).verdicts
+    assert verdict.reason == "NOT_LINEAR"
