@@ -51,7 +51,7 @@ _PARTS = {torch.chunk, "chunk", torch.split, "split"}
 # Pools and resizing of each frame's map: linear on folded frames, where they see one frame at a time.
 _RESIZES = {F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
 _INTERPOLATES = {F.interpolate}
-# With a constant on top: of the map of each frame, as the shapes of the sample show.
+# Of channels and places of each frame's map.
 _SHUFFLES = {torch.pixel_shuffle, torch.pixel_unshuffle}
 _QUERIES = {"shape", "ndim", "dtype", "device", "is_cuda"}
 _ASKING = {"size", "dim", "numel", "is_contiguous", "stride", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}

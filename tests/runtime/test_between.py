@@ -99,12 +99,7 @@ def test_a_part_that_is_frozen_by_no_grad_stays_frozen(kind, operation, mode):
         return forward
 
     fused, definition = both(Net(NEURONS[kind]))
-    if mode is torch.inference_mode:  # the definition's frames are tensors of inference mode, which autograd refuses
-        expected = trained(definition, frames(), call(definition)) if operation != "flatten and back" else None
-        if expected is None:
-            return
-    else:
-        expected = trained(definition, frames(), call(definition))
+    expected = trained(definition, frames(), call(definition))
     assert expected[1]["conv1.weight"] is None
     same(trained(fused, frames(), call(fused)), expected)
 
