@@ -53,6 +53,46 @@ def test_inplace_changes_the_model_itself(x):
     assert "_sj_tac" not in vars(net)
 
 
+class _Scaling(nn.Module):
+    """Writes into a parameter through ``.data`` in the middle of its forward; "lent": and takes it back at the end."""
+
+    def __init__(self, lent):
+        super().__init__()
+        self.conv, self.lif, self.head, self.out = (
+            conv(2, 4),
+            node("lif", v_threshold=0.1),
+            conv(4, 3),
+            node("lif", v_threshold=0.1),
+        )
+        self.gain, self.lent = nn.Parameter(torch.linspace(0.5, 1.5, 4).view(4, 1, 1)), lent
+
+    def forward(self, x):
+        drives = self.conv(x) * self.gain
+        self.gain.data.mul_(2.0)
+        spikes = self.out(self.head(self.lif(drives)))
+        if self.lent:
+            self.gain.data.div_(2.0)
+        return spikes
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("lent", [True, False])
+def test_what_a_forward_writes_into_parameters_is_put_back(x, lent, inplace):
+    torch.manual_seed(0)
+    net = _Scaling(lent).eval()
+    before, source = copy.deepcopy(net.state_dict()), copy.deepcopy(net)
+    fast = sj_tac.convert(net, k=1, example_input=x, inplace=inplace)
+    assert all(torch.equal(value, before[key]) for key, value in fast.state_dict().items())
+    for _ in range(2):
+        functional.reset_net(fast)
+        functional.reset_net(source)
+        with torch.no_grad():
+            spikes = fast(x)
+            assert torch.equal(spikes, source(x))
+        assert 0.05 < spikes.mean() < 0.6
+        assert torch.equal(fast.gain, source.gain)
+
+
 def test_reset_net_knows_the_swapped_neurons(x):
     net = csnn()
     functional.reset_net(net)  # fills the host's cache of modules to reset

@@ -129,11 +129,11 @@ class _Kept:
     """What a model holds, so that it can be put back after a forward that may write anything, even torch.fx's proxies.
 
     Kept are the attributes of every module (registered, or in an attribute), the contents of lists, dicts, sets and deques
-    in them, however nested, and the values of tensors that are no parameters. Objects of other classes are not looked into.
+    in them, however nested, and the values of tensors: of some kinds. Objects of other classes are not looked into.
     """
 
-    def __init__(self, model: nn.Module, but: Iterable[Any]) -> None:
-        """``but``: tensors whose values need no keeping."""
+    def __init__(self, model: nn.Module, but: Iterable[Any], kinds: tuple[type, ...]) -> None:
+        """``but``: tensors whose values need no keeping; ``kinds``: classes of those whose values are kept."""
         self.dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self.others: list[tuple[Any, list[Any]]] = []
         self.tensors: list[tuple[Tensor, Tensor]] = []
@@ -151,7 +151,7 @@ class _Kept:
                 self.dicts.append((held, dict(held)))
                 waiting += held.values()
             elif issubclass(kind, Tensor):
-                if kind is Tensor and item.layout == torch.strided and not (item.is_meta or item.is_quantized):
+                if kind in kinds and item.layout == torch.strided and not (item.is_meta or item.is_quantized):
                     self.tensors.append((item, item.detach().clone()))
             else:
                 waiting += item
@@ -204,17 +204,19 @@ def _stack_for(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def looked_at(model: nn.Module) -> Iterator[None]:
+def looked_at(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
     """Run the model without leaving a trace on it: eval mode, no gradients, the user's hooks silent, everything put back.
 
     Put back are all modules' attributes, the contents of containers in them, buffers, memories, and the random numbers of
-    Python, numpy and torch. Not put back: values of parameters and, where a caller trains them, BatchNorm statistics.
+    Python, numpy and torch; and parameters, which a forward may write through ``.data``, but for a caller that ``trains``
+    them itself. BatchNorm statistics are not.
     """
     modules = list(model.modules())
     memories = [(m._memories, dict(m._memories)) for m in modules if isinstance(m, base.MemoryModule)]
     # In eval mode no forward writes a BatchNorm's statistics; who re-estimates them under this look means to keep them.
     statistics = [b for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) for b in m._buffers.values()]
-    kept = _Kept(model, [*statistics, *(v for _, held in memories for v in held.values())])
+    kinds = (Tensor,) if trains else (Tensor, nn.Parameter)
+    kept = _Kept(model, [*statistics, *(v for _, held in memories for v in held.values())], kinds)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numbers = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices), torch.no_grad(), _stack_for(model):

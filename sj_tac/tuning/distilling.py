@@ -55,7 +55,7 @@ def distil(
     optimizer = torch.optim.Adam([x for pair in moves.values() for x in pair], RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     try:
-        with host.looked_at(converted), torch.enable_grad():
+        with host.looked_at(converted, trains=True), torch.enable_grad():
             for parameter in flags:
                 parameter.requires_grad_(False)
             for norm in norms.values():

@@ -228,7 +228,7 @@ class Fit:
 
     def __call__(self, batch: Batch, seed: int) -> None:
         """Raises BatchError where the net does not run on the batch."""
-        with host.looked_at(self.converted):
+        with host.looked_at(self.converted, trains=True):
             get = self.converted.get_submodule
             if self.moments:
                 for name in self.places.norms:
