@@ -59,15 +59,17 @@ def find_chains(
     linears: bool = False,
     broken: Mapping[str, Refusal] | None = None,
     example: bool = False,
+    own: Mapping[str, Refusal] | None = None,
 ) -> dict[str, Chain | Refusal]:
     """A chain or the reason for none, for every conv among ``model.named_modules()``, in their order.
 
     Args:
         closed: modules that tracing could not look into, and why; linears: look at Linear layers too.
         broken: registered modules that cannot be relied on, and why. example: there was a sample.
+        own: convs and Linears with a forward of their own that may not stand for the known ones, and why.
     """
     finder = _Finder(model, graph, closed)
-    finder.broken, finder.example = broken or {}, example
+    finder.broken, finder.example, finder.own = broken or {}, example, own or {}
     wanted = [n for n, m in model.named_modules() if host.is_conv(m) or (linears and isinstance(m, nn.Linear))]
     return {name: finder.look(name) for name in wanted}
 
@@ -92,6 +94,7 @@ class _Reach:
 class _Finder:
     broken: Mapping[str, Refusal]
     example: bool
+    own: Mapping[str, Refusal]
 
     def __init__(self, model: nn.Module, graph: Graph, closed: Mapping[str, str]) -> None:
         self.graph, self.closed = graph, closed
@@ -103,12 +106,14 @@ class _Finder:
         conv = self.modules[name]
         site = self.site(name)
         if isinstance(site, Refusal):
-            return site
-        refusal = self.reject(conv, site)
+            # A forward of its own was looked into.
+            return self.own.get(name, site) if site.reason is Reason.NEVER_CALLED else site
+        refusal = self.reject(name, conv, site)
         if refusal is None:
             found = self.follow(name, self.graph.of(site))
             return found if isinstance(found, Chain) else self.hinted(found, self.graph.of(site))
-        if refusal.reason in (Reason.UNSUPPORTED_CONV, Reason.FOLD_UNSEEN):
+        within = any(host.is_neuron(m) for m in conv.modules())
+        if refusal.reason in (Reason.UNSUPPORTED_CONV, Reason.FOLD_UNSEEN) and not within:
             behind = self.behind(self.graph.of(site))
             if not any(n.kind is Kind.NEURON or (n.module and host.is_neuron(self.modules[n.module])) for n in behind):
                 own = next((n.label for n in behind if n.label.partition("(")[0] in _COMPARISONS), None)
@@ -154,12 +159,12 @@ class _Finder:
             return Refusal(Reason.INSIDE_LEAF, label)
         return Refusal(Reason.NEVER_CALLED)
 
-    def reject(self, conv: nn.Module, site: str) -> Refusal | None:
+    def reject(self, name: str, conv: nn.Module, site: str) -> Refusal | None:
         """What is wrong with the conv itself."""
         if self.calls[site] > 1:
             return Refusal(Reason.CALLED_TWICE, f"one forward calls it {self.calls[site]} times")
-        if parametrize.is_parametrized(conv):
-            return Refusal(Reason.PARAMETRIZED)
+        if parametrize.is_parametrized(conv) and host.kind(conv) is type(conv):
+            return self.own.get(name) or Refusal(Reason.PARAMETRIZED)
         if clash(conv):
             return Refusal(
                 Reason.UNSUPPORTED_CONV, f"its attribute {clash(conv)!r} has a name that a converted layer needs itself"
@@ -167,7 +172,7 @@ class _Finder:
         if self.is_once_already(self.graph.of(site)):
             return Refusal(Reason.ONCE_ALREADY)
         # What a container holds was looked at where it was found to be a site.
-        problem = self.reject_class(conv, self.graph.of(site)) if self.modules[site] is conv else None
+        problem = self.reject_class(name, conv, self.graph.of(site)) if self.modules[site] is conv else None
         if problem is not None:
             return problem
         if not host.is_multi_step(self.modules[site]):
@@ -190,7 +195,7 @@ class _Finder:
                     ahead.append(reader)
         return False
 
-    def reject_class(self, conv: nn.Module, node: Node) -> Refusal | None:
+    def reject_class(self, name: str, conv: nn.Module, node: Node) -> Refusal | None:
         """What is wrong with the conv's class, on the frames that it is handed."""
         kind, named = host.kind(conv), f"it is a {type(conv).__module__}.{type(conv).__qualname__}"
         if kind in (*host.CONVS, *host.LINEARS) or (node.folded and node.kind is Kind.SITE):
@@ -198,7 +203,7 @@ class _Finder:
         if kind is host.Unknown:
             return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, one of whose methods was replaced on the instance")
         if kind not in (*host.FOLDED_CONVS, *host.FOLDED_LINEARS):
-            return Refusal(Reason.UNSUPPORTED_CONV, named)
+            return self.own.get(name) or Refusal(Reason.UNSUPPORTED_CONV, named)
         sample = self.graph.sample
         if sample is None:
             single = next((n for n, m in self.modules.items() if host.is_neuron(m) and not host.is_multi_step(m)), None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 from llvmlite import binding
 from torch import nn
 
 from rewrites.chains import Chain
+from sj_tac import host
 from sj_tac.errors import PolicyError
 from sj_tac.policy import SOURCE, Rule, Settings
 from sj_tac.verdicts import Refusal
@@ -54,7 +54,7 @@ def decided(
                 if named:
                     raise PolicyError(f"{source}, rule for {name!r}: dtype: {found.dtype} is impossible there: {why}")
                 wide[name], found = why, found.model_copy(update={"dtype": SOURCE})
-            elif not named and not computes_in(found.dtype, model.get_submodule(name).weight.device):  # type: ignore[arg-type]
+            elif not named and not computes_in(found.dtype, host.held_weight(model.get_submodule(name)).device):
                 why = f"this {_kind(model, name)} has no {found.dtype} instructions, so that it would be slower"
                 wide[name] = f"{why}; a rule with the layer's exact name has it all the same"
                 found = found.model_copy(update={"dtype": SOURCE})
@@ -63,7 +63,7 @@ def decided(
 
 
 def _kind(model: nn.Module, name: str) -> str:
-    device: Any = model.get_submodule(name).weight.device
+    device = host.held_weight(model.get_submodule(name)).device
     return "CPU" if device.type == "cpu" else f"device ({device})"
 
 
@@ -71,7 +71,7 @@ def _impossible(model: nn.Module, chain: Chain, dtype: str) -> str:
     """Why the convolution of a chain cannot run in ``dtype``, on any machine; else empty."""
     if chain.site != chain.conv:
         return f"it sits in the container {chain.site!r}, whose other layers would run in {dtype}, too; use layer.Conv2d"
-    weight = model.get_submodule(chain.conv).weight
+    weight = host.held_weight(model.get_submodule(chain.conv))
     if weight.dtype != torch.float32:
         return f"its weights are {weight.dtype}, and only float32 ones are rounded"
     return ""

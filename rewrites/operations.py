@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
 from rewrites.buffers import is_whole, written
 from rewrites.layouts import Layout, Sample
@@ -188,7 +187,7 @@ def _layouts(node: fx.Node, sample: Sample | None) -> tuple[Layout, Layout]:
 def module_kind(module: nn.Module) -> Kind:
     """What a module does to frames [T, N, ...], by its class and step mode."""
     kind = host.kind(module)
-    if not host.is_multi_step(module) or parametrize.is_parametrized(module) or clash(module):
+    if not host.is_multi_step(module) or clash(module):
         return Kind.FIXED
     if kind in host.NEURONS or host.is_registered_neuron(module):
         return Kind.NEURON
@@ -210,7 +209,7 @@ def module_kind(module: nn.Module) -> Kind:
 def folded_kind(module: nn.Module) -> Kind:
     """What one of torch's own modules does to folded frames [T * N, ...]: it treats all that is in a batch alike."""
     kind = host.kind(module)
-    if parametrize.is_parametrized(module) or clash(module):
+    if clash(module):
         return Kind.FIXED
     if host.is_registered_affine(module):
         return Kind.AFFINE
@@ -233,11 +232,11 @@ def site_layer(container: nn.Module) -> nn.Module | None:
     if host.kind(first) not in (*host.INNER_CONVS, *host.INNER_LINEARS):
         return None
     allowed = (*host.NORMS, *host.PLAIN_NORMS, *host.INNER_AVG_POOLS, nn.MaxPool2d, nn.Identity)
-    plain = all(host.kind(m) in allowed and not parametrize.is_parametrized(m) for m in behind)
+    plain = all(host.kind(m) in allowed for m in behind)
     norms = [m for m in behind if host.is_norm(m)]
     if not plain or any(host.uses_batch_statistics(m) for m in norms) or (norms and behind[0] is not norms[0]):
         return None
-    return None if len(norms) > 1 or parametrize.is_parametrized(first) else first
+    return None if len(norms) > 1 else first
 
 
 def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from rewrites import verify as verification
 from rewrites.axes import find_axes
@@ -17,7 +18,7 @@ from rewrites.dtypes import decided
 from rewrites.fuse import Fusion, fuse
 from rewrites.graph import Graph, read
 from rewrites.layouts import Sample
-from rewrites.promises import broken_promises
+from rewrites.promises import broken_promises, own_forwards
 from rewrites.rates import DrivePlace, Layout, lay_out
 from rewrites.trace import as_arguments, trace
 from rewrites.weights import MIXED
@@ -29,6 +30,7 @@ from sj_tac.runtime.borders import PLAIN, Axes, Span
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.neurons import Unit
+from sj_tac.runtime.swaps import is_swapped, own_class
 from sj_tac.verdicts import AT_RISK, HELP, Reason, Refusal, Report, Verdict
 
 # So many layers of IF neurons with hard reset behind each other lose accuracy that a user would notice.
@@ -43,6 +45,7 @@ class Plan:
         seen: a run of the source on the example input, or None; sampled: a real sample ran beside the trace's symbols.
         backend, fused: as the arguments of ``convert``. axes: where T and N stand among forward's arguments, if known.
         wide: why a layer's convolution does not run in the dtype that was asked for.
+        stand_ins: convs and Linears with a forward of their own that may stand for the known ones.
     """
 
     chains: dict[str, Chain | Refusal]
@@ -56,6 +59,7 @@ class Plan:
     fusion: Fusion
     axes: Axes | None = None
     wide: Mapping[str, str] = field(default_factory=dict)
+    stand_ins: tuple[str, ...] = ()
 
     @property
     def macs(self) -> dict[str, tuple[int, int]]:
@@ -63,6 +67,7 @@ class Plan:
 
     def under(self, model: nn.Module, settings: dict[str, Settings], entry: Span = PLAIN) -> Plan:
         """The plan of ``model`` under other settings; ``entry``: what a frame of its input stands for. Changes nothing."""
+        _let_stand_in(model, self.stand_ins)
         axes = self.axes
         knows = axes is not None and (axes.steps is not None or axes.batch is not None)
         layout = lay_out(model, self.graph, self.chains, settings, entry, knows)
@@ -105,11 +110,37 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
 def look(model: nn.Module, layers: Sequence[str], example_input: Any, backend: str, fused: bool) -> Plan:
     """What every policy for these ``layers`` finds in a model: its chains, without settings. Changes nothing in it."""
     arguments = None if example_input is None else as_arguments(example_input)
+    own = own_forwards(model, arguments)
+    stand_ins = tuple(name for name, problem in own.items() if not problem)
+    _let_stand_in(model, stand_ins)
     traced = trace(model, example_input)
     graph = read(model, traced.graph)
     broken = broken_promises(model, arguments)
-    chains = find_chains(model, graph, traced.closed, "linear" in layers, broken, arguments is not None)
-    return Plan(chains, {}, graph, traced.sampled, None, backend, fused, Layout(), Fusion())
+    chains = find_chains(
+        model, graph, traced.closed, "linear" in layers, broken, arguments is not None, _refusals(model, own)
+    )
+    return Plan(
+        chains, {}, graph, traced.sampled, None, backend, fused, Layout(), Fusion(), stand_ins=stand_ins
+    )  # fmt: skip
+
+
+def _let_stand_in(model: nn.Module, names: Sequence[str]) -> None:
+    for name in names:
+        module = model.get_submodule(name)
+        if not is_swapped(module):
+            host.stand_in(module)
+
+
+def _refusals(model: nn.Module, own: Mapping[str, str]) -> dict[str, Refusal]:
+    """Why convs and Linears with a forward of their own may not stand for the known ones."""
+    found = {}
+    for name, problem in own.items():
+        if problem:
+            module = model.get_submodule(name)
+            kind, made = own_class(module), parametrize.is_parametrized(module)
+            named = f"a {kind.__module__}.{kind.__qualname__}, " + ("parametrized" if made else "with a forward of its own")
+            found[name] = Refusal(Reason.PARAMETRIZED if made else Reason.UNSUPPORTED_CONV, f"it is {named}: {problem}")
+    return found
 
 
 def run_source(looked: Plan, model: nn.Module, example_input: Any, exact: bool) -> Plan:

@@ -1,9 +1,9 @@
-"""What registered classes promise, tried on what the sample hands their modules."""
+"""What registered classes promise, and what convs with a forward of their own do, tried on what the sample hands them."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from rewrites.trace import copied
 from sj_tac import host
 from sj_tac.verdicts import Reason, Refusal
+
+UNTRIED = "what it computes can be tried on example_input alone, and none was given"
+RAISES = "it does not run on"
+# Places of a map that a trial needs, beyond those that a kernel reaches.
+FEW = 4
 
 
 def broken_promises(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict[str, Refusal]:
@@ -41,6 +46,46 @@ def broken_promises(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict
     }
 
 
+def own_forwards(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict[str, str]:
+    """Of each conv or Linear with a forward of its own, by name, what keeps it from standing for the known one; else "".
+
+    A forward that standardises, quantises or masks its weights is as good as that of the class that it derives from: all
+    that a converted layer asks of it is that each frame has the same affine map. Changes nothing.
+
+    Args:
+        arguments: of the model's forward; None where there is no sample.
+    """
+    wanted = {
+        name: m
+        for name, m in model.named_modules()
+        if host.has_own_forward(m) and not (host.is_registered_affine(m) or host.is_registered_neuron(m))
+    }
+    if not wanted or arguments is None:
+        return dict.fromkeys(wanted, UNTRIED)
+    inputs = _inputs(model, wanted, arguments)
+    return {
+        name: _own_forward_problem(m, inputs[name]) if name in inputs else "the sample does not call it with frames"
+        for name, m in wanted.items()
+    }
+
+
+def _own_forward_problem(module: nn.Module, x: Tensor) -> str:
+    """What keeps a forward from being one affine map of every frame: of a few frames, on a corner of their maps."""
+    steps = host.is_multi_step(module) and isinstance(module, (*host.CONVS, *host.LINEARS))
+    x = x[:2, :2] if steps else x[:3]
+    corner, layer = x, cast("Any", module)
+    for dim, size in enumerate(layer.kernel_size) if host.is_conv(module) else ():
+        # Large maps of many channels would take seconds.
+        corner = corner.narrow(
+            dim - len(layer.kernel_size), 0, min(corner.shape[dim - len(layer.kernel_size)], FEW + 2 * size)
+        )
+    for part in (x,) if corner.shape == x.shape else (corner, x):
+        problem = _affine_problem(module, part)
+        if not problem or not problem.startswith(RAISES):
+            break
+    return problem or _affine_problem_of(copy.deepcopy(module).double(), part, training=True)
+
+
 def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any, ...]) -> dict[str, Tensor]:
     """What each module is called with first."""
     found: dict[str, Tensor] = {}
@@ -63,14 +108,15 @@ def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any
     return found
 
 
-def _run(module: nn.Module, x: Tensor) -> Tensor:
-    """A call of a fresh copy, in eval mode."""
-    fresh = copy.deepcopy(module, host.detached_memories(module)).eval()
+def _run(module: nn.Module, x: Tensor, training: bool = False) -> Tensor:
+    """A call of a fresh copy, in eval mode or as in training; with the same random numbers in every call."""
+    fresh = copy.deepcopy(module, host.detached_memories(module)).train(training)
     host.reset_memories(fresh)
     reset = getattr(fresh, "reset", None)
     if callable(reset):
         reset()
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        torch.manual_seed(0)
         found = fresh(x)
     if not isinstance(found, Tensor):
         raise TypeError(f"it gives a {type(found).__name__}, not one tensor")
@@ -114,19 +160,24 @@ def _affine_problem(module: nn.Module, x: Tensor) -> str:
     return _affine_problem_of(copy.deepcopy(module).double(), x) or _affine_problem_of(moved, x)
 
 
-def _affine_problem_of(wide: nn.Module, x: Tensor) -> str:
+def _affine_problem_of(wide: nn.Module, x: Tensor, training: bool = False) -> str:
+    def run(frames: Tensor) -> Tensor:
+        return _run(wide, frames, training)
+
+    when = " in training" if training else ""
     try:
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for _ in range(2))
-        together = _run(wide, a)
-        mixed = _run(wide, 0.25 * a + 0.75 * b)
-        if not torch.allclose(mixed, 0.25 * together + 0.75 * _run(wide, b), rtol=1e-6, atol=1e-6):
-            return "it is not affine"
-        alone = torch.cat([_run(wide, part) for part in (a[:1], a[1:]) if len(part)])
-        turned = _run(wide, a.flip(1)).flip(1) if x.dim() > 4 else together
+        b = 8 * b
+        together = run(a)
+        mixed = run(0.25 * a + 0.75 * b)
+        if not torch.allclose(mixed, 0.25 * together + 0.75 * run(b), rtol=1e-6, atol=1e-6):
+            return f"it is not affine{when}"
+        alone = torch.cat([run(part) for part in (a[:1], a[1:]) if len(part)])
+        turned = run(a.flip(1)).flip(1) if x.dim() > 4 else together
     except Exception as error:
-        return f"it does not run on {list(x.shape)} or on a part of them ({type(error).__name__}: {error})"
+        return f"{RAISES} {list(x.shape)} or on a part of them{when} ({type(error).__name__}: {error})"
     same = alone.shape == together.shape and torch.allclose(alone, together, rtol=1e-6, atol=1e-6)
-    return (
-        "" if same and torch.allclose(turned, together, rtol=1e-6, atol=1e-6) else "its samples or steps look at each other"
-    )
+    if same and torch.allclose(turned, together, rtol=1e-6, atol=1e-6):
+        return ""
+    return f"its samples or steps look at each other{when}"

@@ -85,7 +85,7 @@ def run(
             found.calls.append(_seen(name, tensors(output), exact))
             if measured and isinstance(output, Tensor):
                 counted = args[0] if host.is_transposed(module) and args else output
-                totals[name] = totals.get(name, 0) + counted.numel() * module.weight[0].numel() // max(1, batch)
+                totals[name] = totals.get(name, 0) + counted.numel() * host.filter_size(module) // max(1, batch)
             if isinstance(output, Tensor) and output.dim() >= 3 and output.shape[1] == batch:
                 steps[name] = output.shape[0]
             elif sample is not None and isinstance(output, Tensor) and sample.layout(output.shape) is Layout.FOLDED:

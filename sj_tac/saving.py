@@ -194,7 +194,8 @@ def _drives(net: nn.Module, record: Record | None) -> dict[str, Any]:
     if record is None:
         return {name: m._tac for name, m in modules.items() if isinstance(m.__dict__.get("_tac"), Drive)}
     plan = record.plan
-    late = [name for name in plan.layout.drives if name in modules and parametrize.is_parametrized(modules[name])]
+    drives = (name for name in plan.layout.drives if name in modules and name not in plan.stand_ins)
+    late = [name for name in drives if parametrize.is_parametrized(modules[name])]
     if late:
         raise CheckpointError(
             f"save: layer {late[0]!r} was parametrized after it was converted, which a fresh model cannot be made to be; "

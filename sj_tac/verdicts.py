@@ -73,12 +73,13 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "functional.set_step_mode(model, 'm') before convert",
     ),
     Reason.PARAMETRIZED: (
-        "torch.nn.utils.parametrize gave it a class of its own, which a swap would lose",
-        "torch.nn.utils.parametrize.remove_parametrizations, then convert",
+        "what torch.nn.utils.parametrize makes of its weights can be tried on example_input alone",
+        "pass example_input=, or torch.nn.utils.parametrize.remove_parametrizations first",
     ),
     Reason.UNSUPPORTED_CONV: (
         "it is neither SpikingJelly's layer.Conv1d, Conv2d, Conv3d or Linear nor torch's own on folded frames [T * N, ...]",
-        "use layer.Conv2d, or put torch's own conv and norm into a layer.SeqToANNContainer",
+        "use layer.Conv2d, or put torch's own conv and norm into a layer.SeqToANNContainer; a forward of its own must be "
+        "one affine map of every frame, in training too, which is tried on example_input",
     ),
     Reason.UNSUPPORTED_NORM: (
         "its normalisation is not one whose eval mode is the same map for every frame",

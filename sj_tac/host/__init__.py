@@ -7,9 +7,12 @@ attributes of their own and which has no functions for the steps of a neuron.
 from sj_tac.host.kinds import (
     NOTHING_ADDED as NOTHING_ADDED,
     Unknown as Unknown,
+    has_own_forward as has_own_forward,
     is_added_to as is_added_to,
     kind as kind,
     known_class as known_class,
+    stand_in as stand_in,
+    weighted_base as weighted_base,
 )
 from sj_tac.host.layers import (
     Affine as Affine,
@@ -84,6 +87,8 @@ from sj_tac.host.types import (
     SHUFFLES as SHUFFLES,
     MemoryModule as MemoryModule,
     StepModule as StepModule,
+    filter_size as filter_size,
+    held_weight as held_weight,
     is_composite as is_composite,
     is_conv as is_conv,
     is_leaf as is_leaf,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -39,6 +40,29 @@ class Unknown(nn.Module):
 _LEARNED: set[type[nn.Module]] = set()
 
 
+# Convs and Linears with a forward of their own that were tried, and the known class in whose place they stand.
+_STAND_INS: WeakKeyDictionary[nn.Module, type[nn.Module]] = WeakKeyDictionary()
+_WEIGHTED = (*types.CONVS, *types.LINEARS, *types.FOLDED_CONVS, *types.FOLDED_LINEARS)
+
+
+def stand_in(module: nn.Module) -> None:
+    """Let a conv or Linear with a forward of its own count as what it derives from: whoever says so has tried it."""
+    _STAND_INS[module] = weighted_base(type(module))
+
+
+def weighted_base(own: type[nn.Module]) -> type[nn.Module]:
+    """The nearest conv or Linear, the host's or torch's, that a class derives from; the class itself where none is known."""
+    return next((cls for cls in own.__mro__ if cls in _WEIGHTED), own)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """True for a conv or Linear of a class that overrides something of the known one, with methods of the class alone."""
+    own = type(module)
+    if _known(own)[0] is not None or weighted_base(own) is own:  # type: ignore[arg-type]
+        return False
+    return not any(name in known_methods(own) for name in module.__dict__)  # type: ignore[arg-type]
+
+
 def know(cls: type[nn.Module]) -> None:
     """Count a class among the known ones from now on."""
     _LEARNED.add(cls)
@@ -49,13 +73,13 @@ def kind(module: nn.Module) -> type[nn.Module]:
     """The class that ``module`` behaves as.
 
     That is the nearest class which sj_tac knows, where every class between adds only a constructor, a representation, or
-    plain functions and constants of names that the known one lacks. Otherwise it is the module's own class, or ``Unknown``
-    where attributes of the instance hide methods (``module.forward = ...``).
+    plain functions and constants of names that the known one lacks; or what it is a ``stand_in`` for. Otherwise it is the
+    module's own class, or ``Unknown`` where attributes of the instance hide methods (``module.forward = ...``).
     """
     own = type(module)
     known, added = _known(own)  # type: ignore[arg-type]
     if known is None:
-        return own
+        return _STAND_INS.get(module, own) if _STAND_INS else own
     held = module.__dict__
     if any(name in known_methods(known) for name in held):  # type: ignore[arg-type]
         return Unknown
@@ -73,6 +97,8 @@ def _known(own: Any) -> tuple[type[nn.Module] | None, frozenset[str]]:
         if cls in types.KNOWN or cls in _LEARNED:
             clear = not any(_exists(cls, name) for name in added)
             return (cls, frozenset(added)) if clear else (None, frozenset())
+        if cls in types.STANDARDISED and not any(_exists(cls, name) for name in added):
+            return types.STANDARDISED[cls], frozenset(added)
         if cls.__dict__.get(NOTHING_ADDED):
             continue
         for name, member in vars(cls).items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from spikingjelly.activation_based import base, layer as layer, neuron as neuron
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
@@ -86,6 +87,12 @@ FOLDED_LINEAR: tuple[type[nn.Module], ...] = (
     *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
     *(nn.Identity, nn.Flatten, nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
 )
+# The host's own layers that make their weights anew in every call, and are otherwise what their base is.
+STANDARDISED: dict[type[nn.Module], type[nn.Module]] = {
+    getattr(layer, name): base_class
+    for name, base_class in (("WSConv2d", layer.Conv2d), ("WSLinear", layer.Linear))
+    if hasattr(layer, name)
+}
 # Every class whose behaviour is known; of others, ``kinds.kind`` says which of these they come down to.
 KNOWN: frozenset[type[nn.Module]] = frozenset(
     {*CONVS, *LINEARS, *CONTAINERS, *INNER_CONVS, *INNER_LINEARS, *PLAIN_NORMS, *NORMS, *NEURONS, *ANY_MAX_POOLS}
@@ -97,6 +104,23 @@ KNOWN: frozenset[type[nn.Module]] = frozenset(
 def is_conv(module: nn.Module) -> bool:
     """Any convolution at all, SpikingJelly's or torch's own, of any dimension."""
     return isinstance(module, _ConvNd)
+
+
+def held_weight(layer: Any) -> Tensor:
+    """What a conv or Linear holds of its weight: the parameter, or the first of those that it is made of.
+
+    To ask for ``layer.weight`` itself would make it, which a spectral norm in training counts as a step of its own.
+    """
+    held: Tensor | None = layer._parameters.get("weight")
+    return next(layer.parameters()) if held is None else held
+
+
+def filter_size(layer: Any) -> int:
+    """Multiplications of one filter of a conv or Linear; of a transposed conv, those of one element of its input."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    channels = layer.out_channels if is_transposed(layer) else layer.in_channels
+    return int(channels // layer.groups * math.prod(layer.kernel_size))
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -302,8 +302,7 @@ class DriveModule(Matchable):
         if self._tac.seen is None:
             return None
         steps, shape = self._tac.seen
-        weight = self.inner().weight
-        return steps, math.prod(shape[2:]) * (weight.numel() // weight.shape[0])
+        return steps, math.prod(shape[2:]) * host.filter_size(self.inner())
 
     def initial_logits(self) -> Tensor:
         """Logits whose softmax is the decay weights of a whole group, in the conv's dtype: [frames]."""
@@ -311,7 +310,7 @@ class DriveModule(Matchable):
         with torch.no_grad():
             beta = host.decay(drive.node, torch.float64)
         weights = decay_weights(float(beta), [drive.span.stretch] * drive.frames)
-        return torch.tensor(weights, dtype=torch.float64).log().to(self.inner().weight)
+        return torch.tensor(weights, dtype=torch.float64).log().to(host.held_weight(self.inner()))
 
     def extra_repr(self) -> str:
         drive = self._tac

@@ -52,15 +52,21 @@ def users_class(module: nn.Module) -> type[nn.Module]:
 def source_class(module: nn.Module) -> type[nn.Module]:
     """The known class that the module behaved as in the source net."""
     if is_swapped(module):
-        return host.known_class(users_class(module))
-    return users_class(module) if parametrize.is_parametrized(module) else host.kind(module)
+        static = own_class(module)
+        static = static.__bases__[0] if _USERS in static.__dict__ else static
+        return _SOURCES.get(static) or host.known_class(users_class(module))
+    if not parametrize.is_parametrized(module):
+        return host.kind(module)
+    known = host.known_class(users_class(module))
+    return known if known in SWAPS else host.weighted_base(known)
 
 
 def clash(module: nn.Module) -> str:
     """The name of something of the user's that a swapped class would hide, or the other way round; else empty."""
     kind, held = type(module), module.__dict__
+    known = host.weighted_base(kind) if host.has_own_forward(module) else host.known_class(kind)
     for name in sorted(_RESERVED):
-        if name in held or any(name in vars(cls) for cls in kind.__mro__ if cls not in host.known_class(kind).__mro__):
+        if name in held or any(name in vars(cls) for cls in kind.__mro__ if cls not in known.__mro__):
             return name
     return ""
 

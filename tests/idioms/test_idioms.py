@@ -7,6 +7,7 @@ import pytest
 import torch
 from idioms.constants import FURTHER
 from idioms.miniatures import IDIOMS as OF_MINIATURES, C, N, OwnNeuron, OwnNorm, T
+from idioms.own_forwards import OWN
 from spikingjelly.activation_based import functional, neuron
 from support import only_v2
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 import sj_tac
 from sj_tac import host
 
-IDIOMS = OF_MINIATURES | FURTHER
+IDIOMS = OF_MINIATURES | FURTHER | OWN
 sj_tac.register_neuron(OwnNeuron, decay=lambda module: module.leak)
 sj_tac.register_affine(OwnNorm)
 EVERY = pytest.mark.parametrize("name", list(IDIOMS))

@@ -1,0 +1,293 @@
+"""Which convs with a forward of their own may stand for the known ones, and what becomes of them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from idioms.own_forwards import Binary, Branching, FoldedStandardised, Masked, Standardised
+from spikingjelly.activation_based import functional, layer
+from support import conv, frames, node, same_state
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import sj_tac
+from sj_tac.errors import ConversionError
+
+LIF = {"v_threshold": 0.2}
+
+
+class Chain(nn.Module):
+    """A conv that converts, and behind it one with a forward of its own."""
+
+    def __init__(self, own):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.lif, self.own, self.out = conv(2, 4), node("lif", **LIF), own(), node("lif", **LIF)
+
+    def forward(self, x):
+        x = self.lif(self.conv(x))
+        if isinstance(self.own, layer.Conv2d):
+            return self.out(self.own(x))
+        return self.out(self.own(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+
+@pytest.fixture
+def x():
+    return frames(6, 3, 2, 8, 8)
+
+
+def verdict(own, x, name="own"):
+    return sj_tac.report(sj_tac.convert(Chain(own), k=2, example_input=x))[name]
+
+
+def bent(name, change):
+    """A conv of torch's whose output, or input, goes through ``change``."""
+
+    def forward(self, x):
+        return change(self, x, lambda x: nn.Conv2d.forward(self, x))
+
+    return type(name, (nn.Conv2d,), {"forward": forward})
+
+
+class WithNorm(nn.Conv2d):
+    """Its norm is affine in eval mode alone."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.norm = nn.BatchNorm2d(self.out_channels)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class WithNeuron(layer.Conv2d):
+    """A whole chain in one module."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more, step_mode="m")
+        self.neuron = node("lif", **LIF)
+
+    def forward(self, x):
+        return self.neuron(super().forward(x))
+
+
+class PerStep(layer.Conv2d):
+    """A weight for each step of as many as there are."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more, step_mode="m")
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 6).view(6, 1, 1, 1, 1))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain[: x.shape[0]]
+
+
+REFUSED = {
+    "relu": (bent("Rectified", lambda self, x, f: F.relu(f(x))), "it is not affine"),
+    "quantised input": (bent("Quantised", lambda self, x, f: f((x * 4).round() / 4)), "it is not affine"),
+    "clamped input": (bent("Clamped", lambda self, x, f: f(x.clamp(-6, 6))), "it is not affine"),
+    "weights of the input": (bent("Attending", lambda self, x, f: f(x) * x.mean((1, 2, 3), keepdim=True)), "not affine"),
+    "mean of the batch": (bent("Centered", lambda self, x, f: f(x - x.mean(0))), "its samples or steps look at each other"),
+    "dropout": (bent("Dropping", lambda self, x, f: F.dropout(f(x), 0.5, self.training)), "look at each other in training"),
+    "norm": (WithNorm, "in training"),
+    "neuron": (WithNeuron, "it is not affine"),
+    "per step": (PerStep, "its samples or steps look at each other"),
+    "two outputs": (bent("Pair", lambda self, x, f: (f(x), x)), "it does not run on"),
+}
+
+
+@pytest.mark.parametrize("which", list(REFUSED))
+def test_what_is_no_affine_map_of_every_frame_is_refused_and_says_why(which, x):
+    cls, why = REFUSED[which]
+    if which == "two outputs":
+        found = sj_tac.plan(nn.Sequential(cls(2, 4, 3)), example_input=x[0])["0"]
+    else:
+        found = verdict(lambda: cls(4, 4, 3, padding=1), x)
+    assert found.status == "refused"
+    assert found.reason in ("UNSUPPORTED_CONV", "NO_NEURON")
+    assert "with a forward of its own: " in (told := " ".join((found.detail, *found.obstacles)))
+    assert why in told
+
+
+def test_without_an_example_none_is_taken_and_the_reason_says_so():
+    found = sj_tac.plan(Chain(lambda: Standardised(4, 4, 3, padding=1)))["own"]
+    assert (found.reason, found.status) == ("UNSUPPORTED_CONV", "refused")
+    assert "can be tried on example_input alone" in found.detail
+
+
+@pytest.mark.skipif(not hasattr(layer, "WSConv2d"), reason="this host has no WSConv2d")
+def test_the_hosts_standardised_layers_need_no_example(x):
+    net = nn.Sequential(
+        layer.WSConv2d(2, 4, 3, step_mode="m"), node("lif", **LIF), layer.Flatten(step_mode="m"),
+        layer.WSLinear(144, 5, step_mode="m"), node("lif", **LIF),
+    )  # fmt: skip
+    fast = sj_tac.convert(net, {"layers": ["conv", "linear"], "default": {"mode": "preserve", "k": 1}})
+    assert len(sj_tac.report(fast).converted) == 2
+    with torch.no_grad():
+        spikes = net(x)
+        assert torch.equal(fast(x), spikes)
+    assert 0.05 < spikes.mean() < 0.5
+
+
+MADE = {
+    "standardised": lambda: Standardised(4, 4, 3, padding=1),
+    "folded": lambda: FoldedStandardised(4, 4, 3, padding=1),
+    "masked": lambda: Masked(4, 4, 3, padding=1),
+    "branching": lambda: Branching(4, 4, 3, padding=1),
+}
+
+
+PARAMETRIZED = {
+    "weight norm": lambda: parametrizations.weight_norm(conv(4, 4)),
+    "spectral norm": lambda: parametrizations.spectral_norm(Standardised(4, 4, 3, padding=1)),
+    "folded": lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 3, padding=1)),
+}
+
+
+@pytest.mark.parametrize("which", list(PARAMETRIZED))
+def test_parametrized_ones_train_as_the_source_does(which, x):
+    """Spectral norm counts how often its weight is made in training: as often as in the source."""
+    net = Chain(PARAMETRIZED[which]).double().train()
+    x = x.double()
+    fast = sj_tac.convert(net, k=1, example_input=x)
+    assert sj_tac.report(fast)["own"].status == "converted"
+    assert same_state(fast, net)
+    steps = [torch.optim.SGD(made.parameters(), 0.5) for made in (net, fast)]
+    for _ in range(3):
+        for made, step in zip((net, fast), steps, strict=True):
+            functional.reset_net(made)
+            step.zero_grad()
+            spikes = made(x)
+            (spikes * torch.linspace(-1.5, 1.0, spikes.numel()).view_as(spikes)).mean().backward()
+            step.step()
+        sj_tac.report(fast)
+        assert 0.05 < spikes.mean() < 0.6
+    left, right = net.state_dict(), fast.state_dict()
+    assert list(left) == list(right)
+    for key in left:
+        torch.testing.assert_close(right[key], left[key], rtol=1e-9, atol=1e-10)
+    assert not torch.equal(left["conv.weight"], Chain(PARAMETRIZED[which]).double().conv.weight)
+
+
+@pytest.mark.parametrize("which", list(PARAMETRIZED))
+def test_parametrized_ones_aggregate_and_come_back(which, x, tmp_path):
+    net = Chain(PARAMETRIZED[which]).eval()
+    fast = sj_tac.convert(net, k=2, example_input=x)
+    defined = sj_tac.convert(net, k=2, example_input=x, fuse=False)
+    with torch.no_grad():
+        expected, source = fast(x), net(x)
+        assert torch.equal(expected, defined(x))
+        assert not torch.equal(expected, source)
+        made = copy.deepcopy(fast)
+        functional.reset_net(made)
+        assert torch.equal(made(x), expected)
+        sj_tac.save(fast, tmp_path / "net.safetensors")
+        functional.reset_net(made)
+        again = sj_tac.load(tmp_path / "net.safetensors", Chain(PARAMETRIZED[which]).eval(), example_input=x)
+        assert torch.equal(again(x), expected)
+        back = sj_tac.restore(made)
+        assert same_state(back, net)
+        assert torch.equal(back(x), source)
+    learned = sj_tac.convert(net, {"default": {"mode": "preserve", "k": 2, "weights": "learned"}}, example_input=x)
+    with torch.no_grad():
+        assert torch.equal(learned(x), expected)
+    nn.utils.parametrize.remove_parametrizations(fast.own, "weight")
+    functional.reset_net(fast)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), expected)
+
+
+def test_without_an_example_parametrized_ones_are_left_alone():
+    found = sj_tac.plan(Chain(PARAMETRIZED["weight norm"]))["own"]
+    assert (found.status, found.reason) == ("refused", "PARAMETRIZED")
+    assert "pass example_input=" in found.hint
+
+
+@pytest.mark.parametrize("which", list(MADE))
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_what_they_make_of_their_weights_is_seen_in_every_call(which, last, x):
+    """Under no_grad, where weights of ordinary layers are kept laid out, and frames go straight to the kernels."""
+    net = Chain(MADE[which]).eval()
+    fast = sj_tac.convert(net, k=2, example_input=x)
+    defined = sj_tac.convert(net, k=2, example_input=x, fuse=False)
+    assert sj_tac.report(fast)["own"].status == "converted"
+    seen = set()
+    if last:
+        fast, x = fast.to(memory_format=torch.channels_last), x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        x = x.unflatten(0, (6, 3))
+    for scale in (1.0, 1.5, -1.0, 1.0):
+        with torch.no_grad():
+            for made in (fast, defined):
+                made.own.weight.data.copy_(net.own.weight * scale + net.own.weight.flip(0))
+                functional.reset_net(made)
+            spikes = fast(x)
+            assert torch.equal(spikes, defined(x))
+            seen.add(spikes.sum().item())
+        assert 0.02 < spikes.mean() < 0.6
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("which", list(MADE))
+def test_copies_pickles_set_k_and_restore(which, x):
+    net = Chain(MADE[which]).eval()
+    fast = sj_tac.convert(net, k=3, example_input=x)
+    assert isinstance(fast.own, type(net.own))
+    with torch.no_grad():
+        expected, other = fast(x), net(x)
+        for made in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+            functional.reset_net(made)
+            assert torch.equal(made(x), expected)
+            sj_tac.set_k(made, 1)
+            functional.reset_net(made)
+            assert torch.equal(made(x), other)
+            sj_tac.set_k(made, 3)
+            functional.reset_net(made)
+            assert torch.equal(made(x), expected)
+            back = sj_tac.restore(made)
+            assert type(back.own) is type(net.own)
+            assert same_state(back, net)
+            again = sj_tac.convert(back, k=3, example_input=x)
+            assert torch.equal(again(x), expected)
+
+
+def test_a_name_of_theirs_that_a_converted_layer_needs_is_told(x):
+    class Clashing(Standardised):
+        def macs(self):
+            return 0
+
+    found = verdict(lambda: Clashing(4, 4, 3, padding=1), x)
+    assert found.reason == "UNSUPPORTED_CONV"
+    assert "its attribute 'macs' has a name" in found.detail
+
+
+def test_a_policy_and_saved_files_carry_them(x, tmp_path):
+    net = Chain(MADE["standardised"]).eval()
+    fast = sj_tac.convert(net, {"default": {"mode": "preserve", "k": 2, "weights": "learned"}}, example_input=x)
+    with torch.no_grad():
+        expected = fast(x)
+    sj_tac.save(fast, tmp_path / "net.safetensors")
+    loaded = sj_tac.load(tmp_path / "net.safetensors", Chain(MADE["standardised"]), example_input=x)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), expected)
+    sj_tac.policy_of(fast).save(tmp_path / "policy.yaml")
+    again = sj_tac.convert(net, str(tmp_path / "policy.yaml"), example_input=x)
+    assert sj_tac.report(again)["own"].status == "converted"
+
+
+def test_nothing_of_a_trial_stays(x):
+    net = Chain(lambda: Binary(4, 4)).eval()
+    net.own = Standardised(4, 4, 3, padding=1)
+    held = {name: dict(vars(m)) for name, m in net.named_modules()}
+    numbers = torch.get_rng_state()
+    sj_tac.plan(net, example_input=x)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert {name: dict(vars(m)) for name, m in net.named_modules()} == held
+
+
+def test_a_whole_chain_in_one_module_is_told_for_what_it_is(x):
+    with pytest.raises(
+        ConversionError, match=r"UNSUPPORTED_CONV: it is a .*WithNeuron, with a forward of its own: it is not affine"
+    ):
+        sj_tac.convert(nn.Sequential(WithNeuron(2, 4, 3)), example_input=x)
