@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from rewrites.graph import Graph, Node
+from rewrites.kinds import CARRIES_DRIVES, SUMS, Kind
 from rewrites.layouts import Layout
-from rewrites.operations import CARRIES_DRIVES, SUMS, Kind, site_layer
+from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.runtime.swaps import clash
 from sj_tac.verdicts import Reason, Refusal

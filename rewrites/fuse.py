@@ -10,7 +10,7 @@ from torch import nn
 
 from rewrites.chains import Chain
 from rewrites.graph import Graph, Node
-from rewrites.operations import CARRIES_SUMS, Kind
+from rewrites.kinds import CARRIES_SUMS, Kind
 from rewrites.rates import DrivePlace, Layout
 from sj_tac import host
 from sj_tac.errors import BackendError

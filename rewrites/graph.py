@@ -12,8 +12,9 @@ from typing import Any
 from torch import fx, nn
 
 from rewrites.buffers import follow_writes
+from rewrites.kinds import CARRIES_EQUALS, Kind
 from rewrites.layouts import Layout, Sample, Shape, repeats, sample_of
-from rewrites.operations import CARRIES_EQUALS, Kind, asks, kind_of, module_kind, read_by
+from rewrites.operations import asks, kind_of, module_kind, read_by
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import nn
 from rewrites import weights
 from rewrites.chains import Chain
 from rewrites.graph import Graph, Node
-from rewrites.operations import CARRIES_SPANS, CARRIES_SUMS, Kind, site_layer
+from rewrites.kinds import CARRIES_SPANS, CARRIES_SUMS, Kind
+from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
 from sj_tac.runtime.borders import PLAIN, Span

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 
 from rewrites.chains import Chain
 from rewrites.graph import Graph, Node
-from rewrites.operations import CARRIES_DRIVES, Kind
+from rewrites.kinds import CARRIES_DRIVES, Kind
 from sj_tac.policy import Settings
 from sj_tac.verdicts import Refusal
 
