@@ -194,10 +194,14 @@ class _Fuse:
         return same and not learns and len({host.decay(n, torch.float64) for n in nodes}) == 1
 
 
+# Functions that are linear and leave each value where it is: a scale would change what a pool behind it is handed.
+_COPIES = ("contiguous", "clone", "detach", "pos")
+
+
 def _folds_only(before: Node, after: Node) -> bool:
     """True where an operation folds time into the batch and changes nothing else, or copies."""
     if after.kind is Kind.LINEAR and after.module is None:
-        return before.shape == after.shape and before.shape is not None
+        return after.label.partition("(")[0] in _COPIES and before.shape == after.shape and before.shape is not None
     folds = after.kind is Kind.RESHAPE and after.folded and not before.folded
     return folds and before.shape is not None and after.shape is not None and before.shape[2:] == after.shape[1:]
 

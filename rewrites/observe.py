@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from rewrites.trace import copied
 from rewrites.verify import tensors
 from sj_tac import host
+from sj_tac.runtime.swaps import is_swapped
 from sj_tac.verdicts import AT_RISK, HELP
 
 SECONDS = 0.5  # for the times, beyond one run of each
@@ -29,11 +32,12 @@ def observe(
     Args:
         aggregates: frames share drives, so that spikes may differ. timed: the kernels that run are those of later calls.
     """
+    moved: list[str] = []
+    if aggregates:
+        before, after = _run(source, arguments), _run(converted, arguments)
+        moved = _predictions(before[0], after[0]) + _rates(before[1], after[1])
+    # Last, so that what a report says of the last call is said of one that nobody watched.
     found = _times(source, converted, arguments) if timed else []
-    if not aggregates:
-        return found
-    before, after = _run(source, arguments), _run(converted, arguments)
-    moved = _predictions(before[0], after[0]) + _rates(before[1], after[1])
     return found + ([f"{AT_RISK}: {'; '.join(moved)}; {HELP}"] if moved else [])
 
 
@@ -77,12 +81,26 @@ def _run(net: nn.Module, arguments: tuple[Any, ...]) -> tuple[list[Tensor], dict
 
         return hook
 
-    with host.looked_at(net):
+    with host.looked_at(net), _uncounted(net):
         host.reset_memories(net)
         for name, module in net.named_modules():
             if host.is_neuron(module) or host.is_registered_neuron(module):
                 module.register_forward_hook(note(name))
         return tensors(net(*copied(arguments))), rates
+
+
+@contextlib.contextmanager
+def _uncounted(net: nn.Module) -> Iterator[None]:
+    """Frames that are made for a hook of ours are nothing that a report should tell."""
+    roles: list[Any] = [m._tac for m in net.modules() if is_swapped(m)]
+    counts: list[Any] = [role.made for role in roles if hasattr(role, "made")]
+    kept = [dict(count) for count in counts]
+    try:
+        yield
+    finally:
+        for count, before in zip(counts, kept, strict=True):
+            count.clear()
+            count.update(before)
 
 
 def _predictions(before: list[Tensor], after: list[Tensor]) -> list[str]:

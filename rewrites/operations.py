@@ -16,6 +16,7 @@ from torch import fx, nn
 from rewrites.buffers import is_whole, written
 from rewrites.kinds import Kind
 from rewrites.layouts import Layout, Sample
+from rewrites.maps import map_kind
 from sj_tac import host
 from sj_tac.runtime.swaps import clash
 
@@ -86,8 +87,10 @@ def kind_of(
         return Kind.OUTPUT
     if node.target is written or node.target == "copy_":
         return _written_kind(node, inputs)
-    if module is None and inputs == 1 and (found := _with_constant(node, sample, frames)) is not None:
-        return found
+    if module is None and inputs == 1:
+        found = _mapped(node, sample, frames) or _with_constant(node, sample, frames)
+        if found is not None:
+            return found
     if any(n.op == "get_attr" for n in node.all_input_nodes):
         # A parameter may have T in it.
         return Kind.FIXED
@@ -110,6 +113,13 @@ def _kind_of_module(node: fx.Node, module: nn.Module, sample: Sample | None) -> 
         dims = len(padding) // 2 if host.kind(module) in host.PADS else 3
         return _reaching(dims, node, 1 if before is Layout.FOLDED else 2)
     return folded_kind(module) if before is Layout.FOLDED else module_kind(module)
+
+
+def _mapped(node: fx.Node, sample: Sample | None, frames: Container[fx.Node]) -> Kind | None:
+    """Of a linear map of each frame: None where time stands elsewhere, or for other operations."""
+    x = next((n for n in node.all_input_nodes if n in frames), None)
+    layout = Layout.OTHER if sample is None or x is None else sample.layout(x.meta.get("shape"))
+    return None if x is None or layout is Layout.OTHER else map_kind(node, x, 1 if layout is Layout.FOLDED else 2)
 
 
 def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.Node]) -> Kind | None:

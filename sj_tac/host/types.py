@@ -85,7 +85,7 @@ FOLDED_LINEARS: tuple[type[nn.Module], ...] = (nn.Linear,)
 FOLDED_MAX_POOLS: tuple[type[nn.Module], ...] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 FOLDED_LINEAR: tuple[type[nn.Module], ...] = (
     *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.Identity, nn.Flatten, nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
+    *(nn.Identity, nn.Flatten, nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, nn.ChannelShuffle),
 )
 # The host's own layers that make their weights anew in every call, and are otherwise what their base is.
 STANDARDISED: dict[type[nn.Module], type[nn.Module]] = {

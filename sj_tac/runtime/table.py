@@ -16,10 +16,12 @@ from torch import Tensor
 from sj_tac.host.dispatch import PLAIN
 from sj_tac.runtime.entries import entering, inner, is_number, is_of_mode, per_frame, viewed, with_constant, with_sums
 from sj_tac.runtime.expressions import SharedExpression, both, over
+from sj_tac.runtime.maps import MAPS
 from sj_tac.runtime.shapes import SHAPES
 from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, ordinary
 
 TABLE.update(SHAPES)
+TABLE.update(MAPS)
 handles = entering(TABLE)
 
 

@@ -116,6 +116,22 @@ OPERATIONS = {
     "folded pad of the batch": (lambda x, y: F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0)), True),
     "pixel_shuffle": (lambda x, y: F.pixel_shuffle(x, 2), False),
     "pixel_unshuffle": (lambda x, y: F.pixel_unshuffle(x, 3), True),
+    "flip": (lambda x, y: torch.flip(x.flip(-1), (2, 3)), False),
+    "folded flip": (lambda x, y: x.flip(1), True),
+    "flip of time": (lambda x, y: x.flip(0), False),
+    "roll": (lambda x, y: torch.roll(x.roll(1, -1), (1, 2), (2, 3)), False),
+    "roll of all": (lambda x, y: x.roll(1), False),
+    "index_select": (lambda x, y: torch.index_select(x, -1, torch.tensor([1, 0, 0])), False),
+    "index_select of time": (lambda x, y: x.index_select(0, torch.tensor([1, 0])), False),
+    "repeat_interleave": (lambda x, y: x.repeat_interleave(2, dim=3), False),
+    "channel_shuffle": (lambda x, y: torch.channel_shuffle(x, 1), True),
+    "matmul": (lambda x, y: torch.matmul(x, torch.ones(x.shape[-1], 2, dtype=x.dtype)), False),
+    "matmul from the left": (lambda x, y: torch.ones(2, x.shape[-2], dtype=x.dtype) @ x, False),
+    "matmul by a vector": (lambda x, y: x @ torch.ones(x.shape[-1], dtype=x.dtype), False),
+    "matmul of values": (lambda x, y: x @ y.transpose(-1, -2), False),
+    "einsum": (lambda x, y: torch.einsum("tnchw,cd->tndhw", x, torch.ones(x.shape[2], 2, dtype=x.dtype)), False),
+    "folded einsum": (lambda x, y: torch.einsum("cd,bchw->bdhw", torch.ones(x.shape[1], 2, dtype=x.dtype), x), True),
+    "einsum of time": (lambda x, y: torch.einsum("tnchw,ts->snchw", x, torch.ones(T, 2, dtype=x.dtype)), False),
     "product": (lambda x, y: x * y, False),
     "negative": (lambda x, y: -x, False),
     "plus a number": (lambda x, y: x + 0.5, False),
@@ -267,7 +283,7 @@ def test_the_list_is_closed_and_every_entry_is_tried():
     others = {  # the same functions under other names, and those for frames of other dimensions
         "requires_grad", "get", "iadd", "isub", "radd", "rmul", "mul", "truediv", "div", "neg", "concatenate", "avg_pool3d",
         "adaptive_avg_pool1d", "adaptive_avg_pool3d", "dropout1d", "dropout2d", "dropout3d", "conv1d", "conv3d", "pad",
-        "boolean_dispatch", "rsub", "pos", "max_pool1d", "max_pool3d", "sub", "add", "fn", "view", "reshape",
+        "boolean_dispatch", "rsub", "pos", "rmatmul", "max_pool1d", "max_pool3d", "sub", "add", "fn", "view", "reshape",
     }  # fmt: skip
     assert {getattr(f, "__name__", str(f)).strip("_") for f in TABLE} - known - others == set()
     assert Tensor.relu not in TABLE

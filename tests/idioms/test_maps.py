@@ -1,0 +1,149 @@
+"""Functions between convolution and neuron that map each frame linearly by constants: which carry drives, which do not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional, layer
+from support import conv, frames, node
+from torch import nn
+
+import sj_tac
+
+C = 8
+SQUARE, CUBE = (C, C), (C, C, C)
+
+
+class Between(nn.Module):
+    """``change`` stands between the second conv's norm and its neuron; ``fold``: it is handed folded frames."""
+
+    def __init__(self, change, shape=None, fold=False, outputs=C):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.lif1 = conv(2, C), node("lif", v_threshold=0.2)
+        self.conv2, self.bn2, self.lif2 = conv(C, C), layer.BatchNorm2d(C, step_mode="m"), node("lif", v_threshold=0.1)
+        self.conv3, self.lif3 = conv(outputs, 4), node("lif", v_threshold=0.03)
+        self.change, self.fold = change, fold
+        if shape is not None:
+            self.constant = nn.Parameter(torch.rand(shape) * 0.4)
+
+    def forward(self, x):
+        x = self.bn2(self.conv2(self.lif1(self.conv1(x))))
+        t, n = x.shape[:2]
+        x = self.change(self, x.flatten(0, 1)).unflatten(0, (t, n)) if self.fold else self.change(self, x)
+        return self.lif3(self.conv3(self.lif2(x)))
+
+
+def seven(s):
+    return torch.tensor([3, 1, 0, 2, 4, 5, 7, 6])
+
+
+CARRIED = {
+    "flip": (lambda s, x: x.flip(-1),),
+    "flip by name": (lambda s, x: torch.flip(x, dims=(3, 4)),),
+    "roll": (lambda s, x: torch.roll(x, (1, 2), (3, -1)),),
+    "roll by name": (lambda s, x: torch.roll(x, shifts=2, dims=-1),),
+    "roll of channels, folded": (lambda s, x: x.roll(3, 1), None, True),
+    "product": (lambda s, x: x @ s.constant, SQUARE),
+    "product from the left": (lambda s, x: s.constant @ x, SQUARE),
+    "products by channel": (lambda s, x: torch.matmul(x, s.constant), CUBE),
+    "product, folded": (lambda s, x: x.matmul(s.constant), SQUARE, True),
+    "einsum": (lambda s, x: torch.einsum("tnchw,cd->tndhw", x, s.constant), SQUARE),
+    "einsum of a graph": (lambda s, x: torch.einsum("vw, tnchw -> tnchv", s.constant, x), SQUARE),
+    "einsum, folded": (lambda s, x: torch.einsum("bchw,cd->bdhw", x, s.constant), SQUARE, True),
+    "linear": (lambda s, x: F.linear(x, s.constant), SQUARE),
+    "convolution": (lambda s, x: F.conv2d(x, s.constant, padding=1, groups=C), (C, 1, 3, 3), True),
+    "norm": (lambda s, x: F.batch_norm(x, s.bn2.running_mean, s.bn2.running_var, s.bn2.weight, training=False), None, True),
+    "repeated channels": (lambda s, x: x.repeat_interleave(2, dim=2), None, False, 2 * C),
+    "channels by index": (lambda s, x: torch.index_select(x, 2, seven(s)),),
+    "shuffled channels": (lambda s, x: torch.channel_shuffle(x, 2), None, True),
+}
+# Over time or samples, by what the frames say themselves, or not told apart.
+LEFT_ALONE = {
+    "roll of time": (lambda s, x: torch.roll(x, 1, 0),),
+    "roll of samples": (lambda s, x: torch.roll(x, 1, 1),),
+    "roll of all": (lambda s, x: torch.roll(x, 2),),
+    "flip of folded frames": (lambda s, x: x.flip(-4), None, True),
+    "product by step": (lambda s, x: x @ s.constant, (6, 1, 1, C, C)),
+    "product with itself": (lambda s, x: x @ x.transpose(3, 4) * 0.2,),
+    "einsum over time": (lambda s, x: torch.einsum("tnchw,ts->snchw", x, s.constant), (6, 6)),
+    "einsum over samples": (lambda s, x: torch.einsum("tnchw,nm->tmchw", x, s.constant), (3, 3)),
+    "einsum by step": (lambda s, x: torch.einsum("tnchw,tc->tnchw", x, s.constant), (6, C)),
+    "batch statistics": (lambda s, x: F.batch_norm(x, None, None, training=True), None, True),
+    "steps by index": (lambda s, x: x.index_select(0, torch.arange(5, -1, -1)),),
+}
+
+
+def run(net, x):
+    functional.reset_net(net)
+    net.zero_grad()
+    y = net(x)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    voltages = {n: m.v.detach() for n, m in net.named_modules() if hasattr(m, "v_threshold")}
+    return y.detach(), {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}, voltages
+
+
+def same(a, b):
+    torch.testing.assert_close(a[0], b[0], rtol=0, atol=0)
+    for left, right in zip(a[1:], b[1:], strict=True):
+        assert left.keys() == right.keys()
+        for key in right:
+            torch.testing.assert_close(left[key], right[key], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("which", [*CARRIED, *LEFT_ALONE])
+def test_values_gradients_and_voltages(which):
+    net = Between(*(CARRIED | LEFT_ALONE)[which]).double().eval()
+    x = frames(6, 3, 2, 8, 8).double()
+    found = sj_tac.report(sj_tac.convert(net, k=2, example_input=x))["conv2"]
+    assert found.status == ("converted" if which in CARRIED else "refused")
+    source = run(net, x)
+    assert 0.02 < source[0].mean() < 0.6
+    same(run(sj_tac.convert(net, k=1, example_input=x), x), source)
+    for k in (2, 4):
+        fast = sj_tac.convert(net, k=k, example_input=x)
+        defined = sj_tac.convert(net, k=k, example_input=x, fuse=False)
+        expected = run(defined, x)
+        same(run(fast, x), expected)
+        assert not torch.equal(expected[0], source[0])
+        with torch.no_grad():
+            functional.reset_net(fast)
+            assert torch.equal(fast(x), expected[0])
+            if which in CARRIED:
+                other = frames(7, 1, 2, 8, 8, seed=1).double()
+                functional.reset_net(fast)
+                functional.reset_net(defined)
+                assert torch.equal(fast(other), defined(other))
+
+
+@pytest.mark.parametrize("which", ["roll", "product", "einsum", "convolution", "shuffled channels", "channels by index"])
+def test_a_drive_stays_shared(which):
+    """Not frame by frame: as many frames reach the neuron's kernel as the convolution made."""
+    net = Between(*CARRIED[which]).eval()
+    x = frames(6, 3, 2, 8, 8)
+    fast = sj_tac.convert(net, k=2, example_input=x)
+    with torch.no_grad():
+        fast(x)
+    found = sj_tac.report(fast)
+    assert found["conv3"].last_read == "sums"
+    assert not found["conv2"].frames_made
+
+
+@pytest.mark.parametrize("change", [lambda s, x: x.roll(1, 4).flip(3), lambda s, x: s.shuffle(x.flatten(0, 1)).view_as(x)])
+def test_sums_of_spikes_pass_what_only_moves(change):
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv1, self.lif1 = conv(2, C), node("lif", v_threshold=0.2)
+            self.conv2, self.lif2 = conv(C, 4), node("lif", v_threshold=0.2)
+            self.shuffle = nn.ChannelShuffle(4)
+
+        def forward(self, x):
+            return self.lif2(self.conv2(change(self, self.lif1(self.conv1(x)))))
+
+    net, x = Moving().eval(), frames(6, 3, 2, 8, 8)
+    fast = sj_tac.convert(net, k=3, example_input=x)
+    defined = sj_tac.convert(net, k=3, example_input=x, fuse=False)
+    with torch.no_grad():
+        assert torch.equal(fast(x), defined(x))
+    assert sj_tac.report(fast)["conv2"].last_read == "sums"
