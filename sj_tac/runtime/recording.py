@@ -72,8 +72,8 @@ class Born(torch.autograd.Function):
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad():
             frames = ctx.birth.expression.on(*inputs)
-        if ctx.birth.folded is not None:
-            frames = frames.flatten(0, 1)
+            if ctx.birth.folded is not None:
+                frames = frames.flatten(0, 1)
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(frames, wanted, gradient, allow_unused=True))
         return (None, *(next(found) if x.requires_grad else None for x in inputs))

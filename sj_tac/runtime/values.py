@@ -130,9 +130,9 @@ class Frames(Tensor):
         """The frames as an ordinary tensor, made on the first call. Raises StaleValueError where they no longer can be."""
         if self._made is not None:
             return self._made
-        if torch.is_grad_enabled() and not self._is_own_node():
-            # Something below Python put the value elsewhere in autograd's graph: take it from there.
-            with below_functions():
+        if not self._is_own_node():
+            # Something below Python put the value elsewhere in autograd's graph: take it from there, whoever reads it first.
+            with below_functions(), torch.enable_grad():
                 self._made, self._watched = torch.ops.aten.alias(self), True
             self._as_made = self._followed = self._made._version
             return self._made
