@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -9,26 +11,31 @@ from torch.utils.hooks import RemovableHandle
 from rewrites.chains import Chain
 from rewrites.plan import Plan
 from sj_tac import host
+from sj_tac.errors import ConversionError
 from sj_tac.kernels import reference
 from sj_tac.policy import SOURCE, Settings
 from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders
+from sj_tac.runtime.conv_swaps import DRIVE_SWAPS
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Affine, Norm, Pool
 from sj_tac.runtime.neurons import Unit
 from sj_tac.runtime.root import Enter, Leave, Ordinary, link
-from sj_tac.runtime.swaps import Role, absorb, is_swapped, release
+from sj_tac.runtime.swaps import SWAPS, Role, absorb, is_swapped, release
 
 
 def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
     """Swap every module of the plan, releasing what an earlier plan swapped and this one does not.
 
-    Nothing here can fail half-way: the plan was checked when it was made.
+    Nothing here can fail half-way: the plan was checked when it was made, and ``check_unedited`` looks at a model that may
+    have been changed since.
 
     Returns:
         Handles of the hooks; keep them in what is pickled with the model, so that hooks added after loading get other ids.
     """
-    borders, layout = Borders(plan.fused), plan.layout
+    layout = plan.layout
+    collapses = any(place.settings.mode == "collapse" for place in layout.drives.values())
+    borders = Borders(plan.fused, collapses, root=weakref.ref(model))
     absorb_all(plan, model, borders)
     handles = [
         model.register_forward_pre_hook(
@@ -37,7 +44,7 @@ def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
             with_kwargs=True,
         ),
         # In front of the user's own hooks, which then see ordinary frames.
-        model.register_forward_hook(Leave(borders, layout.emits_groups), prepend=True),
+        model.register_forward_hook(Leave(borders, layout.emits_groups), prepend=True, always_call=True),
     ]
     modules = dict(model.named_modules())
     looking = {n for c in plan.chains.values() if isinstance(c, Chain) and c.folded for n in c.neurons}
@@ -48,6 +55,23 @@ def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
             )
     host.forget_reset_cache(model)
     return handles
+
+
+def check_unedited(plan: Plan, model: nn.Module, action: str) -> None:
+    """Raise ConversionError where a module that the plan converted is gone, or is one that could not be converted."""
+    modules, layout = dict(model.named_modules()), plan.layout
+    drives = [
+        (place.site, DRIVE_SWAPS[place.settings.mode]) for place in layout.drives.values() if place.settings.mode != "keep"
+    ]
+    units = [n for n in layout.units if n in plan.fusion.units or n not in layout.heads]
+    for name, swaps in [*drives, *((name, SWAPS) for name in (*units, *layout.norms))]:
+        if name in modules and (is_swapped(modules[name]) or host.kind(modules[name]) in swaps):
+            continue
+        now = f"a {type(modules[name]).__name__} now" if name in modules else "gone"
+        raise ConversionError(
+            f"{action}: module {name!r} was converted, and is {now}; the model was left as it was. Call sj_tac.restore on "
+            "it, then convert it as it is now"
+        )
 
 
 def absorb_all(plan: Plan, model: nn.Module, borders: Borders) -> None:

@@ -194,13 +194,14 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
     Raises:
         PolicyError: ``k`` is no int of at least 1, ``layers`` matches nothing, or a layer refuses it. The model is then
             as it was.
-        ConversionError: not a converted model, or trained aggregation weights.
+        ConversionError: not a converted model, trained aggregation weights, or a converted module was replaced since.
 
     Warns:
         BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
     """
     record = record_of(converted, "set_k")
     old = record.plan
+    swap.check_unedited(old, converted, "set_k")
     k = as_policy("preserve", k).default.k
     chosen = [name for name in old.layout.drives if name_matches(name, layers)]
     if not chosen:
@@ -220,7 +221,8 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
         batchnorm.warn_if_matched(converted, "set_k")
         # What was fitted to the old k would be wrong for the new one, also behind these layers.
         unmatch(converted, record)
-    seen = {name: converted.get_submodule(place.site)._tac.seen for name, place in places}  # type: ignore[union-attr]
+    roles = {name: converted.get_submodule(place.site).__dict__.get("_tac") for name, place in places}
+    seen = {name: getattr(role, "seen", None) for name, role in roles.items()}
     for handle in record.handles:
         handle.remove()
     # What the policy was chosen by, and what a sample showed, says nothing about another k.
@@ -231,7 +233,9 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
 
 
 def _check_logits(converted: nn.Module, drives: Mapping[str, Any], action: str, drop: bool) -> None:
-    trained = [name for name, place in drives.items() if has_trained_logits(converted.get_submodule(place.site))]
+    modules = dict(converted.named_modules())
+    held = {name: modules[place.site] for name, place in drives.items() if place.site in modules}
+    trained = [name for name, module in held.items() if has_trained_logits(module)]
     if trained and not drop:
         raise ConversionError(
             f"{action} would throw away the trained aggregation weights (tac_logits) of {trained}; "

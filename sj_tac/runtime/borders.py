@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -99,18 +100,37 @@ class Borders:
         last: those of the call before, for what autograd runs again (checkpoints).
         fused: values may pass; False is the definition.
         alike: it is looked whether frames are one frame T times over, where the trace says so.
-        watched: when the net was last called while autograd recorded, something stood between its modules that autograd's
-            graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
+        collapses: time is collapsed somewhere, so that what gets ordinary frames and what gets values are not the same.
+        watched: when the net was last called while autograd recorded, or collapses, something stood between its modules that
+            autograd's graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
+        entered: the net's own call is running; else a module is called by itself, and has to look. root: the net.
     """
 
     fused: bool = True
+    collapses: bool = False
     watched: bool = False
+    entered: bool = False
+    root: weakref.ref[nn.Module] | None = None
     alike: bool = True
     call: Call | None = None
     last: Call | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"call": None, "last": None}
+        return self.__dict__ | {"call": None, "last": None, "entered": False, "root": None}
+
+    def enter(self, model: nn.Module) -> None:
+        """Look at the net whose call begins."""
+        self.entered = True
+        if self.fused and (torch.is_grad_enabled() or (self.collapses and "torch._dynamo" in sys.modules)):
+            self.watched = is_watched(model)
+
+    def is_watched_now(self) -> bool:
+        """Whether something stands between the modules, in a call of the net or of a part of it."""
+        if self.entered:
+            return self.watched
+        root = None if self.root is None else self.root()
+        # A part that was copied alone knows no net.
+        return self.watched if root is None else is_watched(root)
 
     def now(self) -> Call | None:
         """T and N of the call that is running, or is run again by a backward."""
@@ -138,7 +158,7 @@ class Borders:
             not self.fused
             or bool(every_module._global_forward_hooks or every_module._global_forward_pre_hooks)
             or torch.compiler.is_compiling()
-            or (self.watched and torch.is_grad_enabled())
+            or ((self.collapses or torch.is_grad_enabled()) and self.is_watched_now())
             # dispatch.is_transformed, written out: every module asks at every call.
             or modes() > 0
             or tracing() is not None

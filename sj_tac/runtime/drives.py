@@ -90,6 +90,10 @@ class Drive:
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
 
+    def pools_means(self, pooled: Any) -> bool:
+        """As of a unit; a conv has no pool."""
+        return False
+
     def tell(self, x: Frames) -> None:
         """Warn, once, that a value came whose sums could not be used."""
         if self.told:

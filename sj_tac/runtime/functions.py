@@ -31,3 +31,14 @@ MEMORY: set[Any] = {
 def writes(name: str) -> bool:
     """True for the name of a torch function that writes into its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
+
+
+# Why the gradient of a value's frames, or their memory, is not to be had.
+SUMMED = (
+    "the gradient of these frames is not known, because the next converted layer read sums of them, not the frames; ask for "
+    "it before that layer is called (retain_grad in a forward hook), or convert with fuse=False"
+)
+POOLED_LATER = (
+    "behind a collapse, the mean of these steps is taken after the MaxPool, and these frames are none that it reads; ask "
+    "for those behind the pool, or convert with fuse=False"
+)

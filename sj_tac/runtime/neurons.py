@@ -79,6 +79,10 @@ class Unit:
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
 
+    def pools_means(self, pooled: Any) -> bool:
+        """Whether the frames behind the pool are means of what it takes of single steps: the largest, of a MaxPool."""
+        return isinstance(self.pool, host.ANY_MAX_POOLS) and getattr(pooled, "means", None) is not None
+
     def wanted(self, groups: Groups, kind: tuple[torch.dtype, torch.device], direct: bool = False) -> Sums | None:
         """What the planned reader, or the direct one, sums of the frames of ``groups``; None where that one reads frames.
 

@@ -9,12 +9,11 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sj_tac.errors import ExportError
 from sj_tac.host import dispatch
-from sj_tac.runtime.borders import Axes, Borders, is_watched
+from sj_tac.runtime.borders import Axes, Borders
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.runtime.table import as_plain
 from sj_tac.runtime.values import Shared, ordinary
@@ -52,12 +51,16 @@ class Enter:
         if self.linked is None or self.linked() is not module:
             link(module, self.readers, self.direct)
             self.linked = weakref.ref(module)
-        if self.borders.fused and torch.is_grad_enabled():
-            self.borders.watched = is_watched(module)
+        if not dispatch.is_compiling():
+            self.borders.root = self.linked
+            self.borders.enter(module)
 
 
 class Leave:
-    """Forward hook of the converted net: ordinary frames leave it, or one for each group where that was asked for."""
+    """Forward hook of the converted net: ordinary frames leave it, or one for each group where that was asked for.
+
+    It is called after an error, too, with None.
+    """
 
     of_sj_tac = True
 
@@ -66,6 +69,8 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.borders.last, self.borders.call = self.borders.call, None
+        if not dispatch.is_compiling():
+            self.borders.entered = False
         if self.emits_groups and isinstance(output, Shared):
             return compact_frames(output)
         return as_plain(output)

@@ -16,7 +16,7 @@ from torch import Tensor
 from sj_tac.errors import StaleValueError
 from sj_tac.runtime import attributes
 from sj_tac.runtime.expressions import Expression, SharedExpression
-from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, writes
+from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, POOLED_LATER, SUMMED, writes
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth
 
@@ -27,6 +27,8 @@ class Maker(Protocol):
     """Who made a value; hears of it when its frames had to be made, and who asked for them."""
 
     def frames_made(self, reader: str) -> None: ...
+
+    def pools_means(self, pooled: Any) -> bool: ...
 
 
 class Frames(Tensor):
@@ -130,7 +132,9 @@ class Frames(Tensor):
         """The frames as an ordinary tensor, made on the first call. Raises StaleValueError where they no longer can be."""
         if self._made is not None:
             return self._made
-        if not self._is_own_node():
+        with below_functions():  # _is_own_node, written out
+            own = self.grad_fn is self._node and (self._node is not None or not self.requires_grad)
+        if not own:
             # Something below Python put the value elsewhere in autograd's graph: take it from there, whoever reads it first.
             with below_functions(), torch.enable_grad():
                 self._made, self._watched = torch.ops.aten.alias(self), True
@@ -355,10 +359,9 @@ def _read(x: Frames, func: Any, reader: str) -> Tensor:
 def _watch(x: Frames, func: Any, reader: str) -> Tensor:
     """The frames of a value whose gradient or memory is asked for; from then on they are what the value is."""
     if func in GRADIENTS and x._taken:
-        raise StaleValueError(
-            f"{reader}: the gradient of these frames is not known, because the next converted layer read sums of them, not "
-            "the frames; ask for it before that layer is called (retain_grad in a forward hook), or convert with fuse=False"
-        )
+        raise StaleValueError(f"{reader}: {SUMMED}")
+    if isinstance(x, Spikes) and (x.means is not None or (x.pooled and x.maker and x.maker.pools_means(x.pooled[1]))):
+        raise StaleValueError(f"{reader}: {POOLED_LATER}")
     frames = x.frames(reader)
     if x._viewed is not None or x.folded is not None or not x.intact or not _settle(x, frames):
         x._watched = True
