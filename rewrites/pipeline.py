@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -184,6 +187,11 @@ def policy_of(converted: nn.Module) -> Policy:
 def check_plain(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelTypeError(f"a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
+    if hasattr(model, "_orig_mod"):
+        raise ConversionError(
+            f"{type(model).__name__} is what torch.compile made of a {type(model._orig_mod).__name__}; convert that one, "
+            "and compile what comes out"
+        )
     for name, module in model.named_modules():
         if is_swapped(module):
             where = f"its module {name!r} is" if name else "it is"
@@ -194,6 +202,13 @@ def check_plain(model: Any) -> None:
 
 
 def deep_copy(model: nn.Module) -> nn.Module:
+    held = next(_held_by_functions(model), None)
+    if held is not None:
+        raise ConversionError(
+            f"{type(model).__name__} cannot be deep-copied: {held[0]!r} is a function that holds its module {held[1]!r}, "
+            "which a copy would share with its source (checkpoint wrappers do so); wrap it after it is converted, or pass "
+            "inplace=True"
+        )
     try:
         return copy.deepcopy(model, host.detached_memories(model))
     except Exception as error:
@@ -210,6 +225,32 @@ def deep_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
+def _held_by_functions(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Attributes that are functions, and the module of the model that each has in its closure."""
+    names = {module: name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            for cell in _closures(value):
+                if isinstance(cell, nn.Module) and cell in names:
+                    yield f"{name}.{key}".lstrip("."), names[cell] or type(cell).__name__
+
+
+def _closures(value: Any, depth: int = 4) -> Iterator[Any]:
+    """What a function, or those that a partial binds, holds in its closures."""
+    if isinstance(value, functools.partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType) and value.__closure__:
+        inner = []
+        for cell in value.__closure__:
+            with contextlib.suppress(ValueError):  # an empty one
+                inner.append(cell.cell_contents)
+        yield from inner
+    else:
+        return
+    for item in inner if depth else ():
+        yield from _closures(item, depth - 1)
+
+
 def at_k_1(converted: nn.Module) -> nn.Module:
     """A copy of a converted model that computes what its source does: k = 1 in every layer, and no corrections."""
     try:
@@ -220,6 +261,7 @@ def at_k_1(converted: nn.Module) -> nn.Module:
             "plain first, then convert"
         ) from error
     record = record_of(copied, "at_k_1")
+    swap.check_unedited(record.plan, copied, "what the source does is measured on a copy of the converted net")
     take_back(copied, record.corrected, [*record.corrected])
     source = {
         name: s if s.mode == "keep" else s.model_copy(update={"mode": "preserve", "k": 1})

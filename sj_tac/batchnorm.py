@@ -101,7 +101,7 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
 def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> None:
     """Cumulative averages of batch statistics; the model's mode and memories are left as they were."""
     kept = {name: (norm.momentum, norm.num_batches_tracked.clone()) for name, norm in norms.items()}
-    with host.looked_at(converted):
+    with host.looked_at(converted, trains=True):
         try:
             for norm in norms.values():
                 norm.reset_running_stats()

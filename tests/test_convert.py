@@ -1,6 +1,7 @@
 """What convert promises about copies, hooks and state, and what set_k, restore and freeze_bn do to a converted net."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -284,3 +285,70 @@ def test_float64_and_moving_the_net(policy):
         again = sj_tac.convert(copy.deepcopy(net).double(), policy, 3)(x)
     assert y.dtype == torch.float64
     assert torch.equal(y, again)
+
+
+class _KeptInTraining(nn.Module):
+    """A norm that stays in training mode, as adaptation at test time has it: a forward in eval mode moves its statistics."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.lif = conv(2, 4), norm(4), node("lif", v_threshold=0.3)
+        self.conv2, self.norm2, self.lif2 = conv(4, 4), norm(4), node("lif", v_threshold=0.3)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm2.train()
+        return self
+
+    def forward(self, x):
+        return self.lif2(self.norm2(self.conv2(self.lif(self.norm(self.conv(x))))))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_statistics_that_a_forward_moves_in_eval_mode_are_put_back(x, inplace):
+    net = _KeptInTraining().eval()
+    before, source = copy.deepcopy(net.state_dict()), copy.deepcopy(net)
+    fast = sj_tac.convert(net, k=1, example_input=x, inplace=inplace)
+    for made in (net, fast):
+        assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
+    sj_tac.plan(source, example_input=x)
+    sj_tac.diagnose([x], source)
+    assert same_state(source, _KeptInTraining())
+    with torch.no_grad():
+        spikes = source(x)
+        torch.testing.assert_close(fast(x), spikes)
+    assert 0.05 < spikes.mean() < 0.6
+    assert not torch.equal(source.norm2.running_mean, before["norm2.running_mean"])
+
+
+def test_a_function_that_holds_a_module_would_be_shared_by_the_copy(x):
+    class Wrapped(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.run = inner, functools.partial(lambda run, x: run(x), lambda x: inner(x))
+
+        def forward(self, x):
+            return self.run(x)
+
+    net = nn.Sequential(*csnn()[:3], Wrapped(layer.Linear(8, 8, step_mode="m")))
+    with pytest.raises(
+        ConversionError, match=r"'3.run' is a function that holds its module '3.inner', which a copy would share"
+    ):
+        sj_tac.convert(net, example_input=x)
+    assert sj_tac.convert(net, example_input=x, inplace=True) is net
+
+
+@pytest.mark.parametrize("policy", [("preserve", 1), ("preserve", 3), ("collapse", 3)])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_no_samples_at_all(x, policy, recorded):
+    net = nn.Sequential(
+        conv(2, 4), norm(4), node("lif"), layer.Flatten(step_mode="m"), layer.Linear(256, 5, step_mode="m"), node("lif")
+    ).eval()
+    with torch.set_grad_enabled(recorded):
+        assert sj_tac.convert(net, *policy)(x[:, :0]).shape == net(x[:, :0]).shape == (6, 0, 5)
+
+
+def test_what_torch_compile_made_is_told_apart(x):
+    with pytest.raises(ConversionError, match=r"is what torch.compile made of a Sequential; convert that one, and compile"):
+        sj_tac.convert(torch.compile(csnn()), example_input=x)

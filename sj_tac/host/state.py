@@ -106,7 +106,10 @@ def folded(model: nn.Module) -> nn.Module | None:
         from spikingjelly.activation_based.functional import conv_bn_fusion
     except ImportError:  # the host before 2.0
         return None
-    made: nn.Module = conv_bn_fusion.fuse_conv_bn_eval_modules(copy.deepcopy(model, detached_memories(model)).eval())
+    try:
+        made: nn.Module = conv_bn_fusion.fuse_conv_bn_eval_modules(copy.deepcopy(model, detached_memories(model)).eval())
+    except AssertionError:  # a norm that is kept in training mode
+        return None
     return made
 
 
@@ -208,13 +211,13 @@ def looked_at(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
     """Run the model without leaving a trace on it: eval mode, no gradients, the user's hooks silent, everything put back.
 
     Put back are all modules' attributes, the contents of containers in them, buffers, memories, and the random numbers of
-    Python, numpy and torch; and parameters, which a forward may write through ``.data``, but for a caller that ``trains``
-    them itself. BatchNorm statistics are not.
+    Python, numpy and torch; and parameters and BatchNorm statistics, which a forward may write even so, but where a caller
+    ``trains`` them itself.
     """
     modules = list(model.modules())
     memories = [(m._memories, dict(m._memories)) for m in modules if isinstance(m, base.MemoryModule)]
-    # In eval mode no forward writes a BatchNorm's statistics; who re-estimates them under this look means to keep them.
-    statistics = [b for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) for b in m._buffers.values()]
+    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase)] if trains else []
+    statistics = [b for m in norms for b in m._buffers.values()]
     kinds = (Tensor,) if trains else (Tensor, nn.Parameter)
     kept = _Kept(model, [*statistics, *(v for _, held in memories for v in held.values())], kinds)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
