@@ -205,6 +205,8 @@ class _Finder:
             return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, one of whose methods was replaced on the instance")
         if kind not in (*host.FOLDED_CONVS, *host.FOLDED_LINEARS):
             return self.own.get(name) or Refusal(Reason.UNSUPPORTED_CONV, named)
+        if node.folded:
+            return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         sample = self.graph.sample
         if sample is None:
             single = next((n for n, m in self.modules.items() if host.is_neuron(m) and not host.is_multi_step(m)), None)
@@ -346,4 +348,10 @@ class _Finder:
             return Refusal(Reason.UNSUPPORTED_NEURON, f"its neuron is {reader.label}, of a type with dynamics of its own")
         if isinstance(module, host.ANY_MAX_POOLS):
             return Refusal(Reason.POOL_BEFORE_NEURON, f"{reader.label} stands between it and the neuron")
-        return Refusal(Reason.NOT_LINEAR, f"{reader.label} stands between it and the neuron")
+        between, sample = f"{reader.label} stands between it and the neuron", self.graph.sample
+        if sample is not None and module is None and (reader.shape or ())[:2] == (sample.batch, sample.steps):
+            between += (
+                ", and unfolds samples in front of time: [N * T, ...]; fold time in front, x.transpose(0, 1).flatten(0, 1), "
+                "and unfold it so"
+            )
+        return Refusal(Reason.NOT_LINEAR, between)

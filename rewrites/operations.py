@@ -5,6 +5,7 @@ Its counterpart in a call is sj_tac/runtime/table.py: what carries frames here m
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Container, Iterable
 from typing import Any
@@ -98,7 +99,15 @@ def kind_of(
         return _function_kind(node, inputs, sample)
     if inputs != 1:
         return Kind.FIXED
-    return _kind_of_module(node, module, sample)
+    found = _kind_of_module(node, module, sample)
+    # What a converted layer takes: the size of a transposed conv's output, say, is not passed on.
+    more = len(node.args) + len(node.kwargs) > 1 or (node.kwargs and node.kwargs.keys() != {_argument(module)})
+    return Kind.FIXED if more and found in (Kind.SITE, Kind.NORM, Kind.MAX_POOL, Kind.LINEAR) else found
+
+
+def _argument(module: nn.Module) -> str:
+    """The name of the frames among the arguments of a module."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def _kind_of_module(node: fx.Node, module: nn.Module, sample: Sample | None) -> Kind:

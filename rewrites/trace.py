@@ -198,6 +198,15 @@ class _ValueTracer(_LeafTracer):
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
         return self._spread(proxy, value) if kind == "placeholder" or isinstance(value, dict) else proxy
 
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(kind, target, *args, **kwargs)
+        if kind == "get_attr" and "shape" not in node.meta:
+            # Of a buffer, or of what was computed of such, the graph asks by itself.
+            held = self._value(kind, target, (), {})
+            if isinstance(held, Tensor):
+                node.meta["shape"], node.meta["dtype"] = tuple(held.shape), held.dtype
+        return node
+
     def write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
         self._value("call_function", function, args, kwargs)
         return super().write(function, args, kwargs, into)

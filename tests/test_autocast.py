@@ -105,3 +105,11 @@ def test_what_autograd_keeps_is_half():
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         net(x)
     assert kept == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_who_converts_under_autocast_is_not_refused(k):
+    net, x = csnn(), frames(6, 2, 2, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = sj_tac.convert(net, k=k, example_input=x)
+    assert len(sj_tac.report(fast).converted) == 3

@@ -200,3 +200,39 @@ def test_a_digest_makes_no_second_copy_of_an_output():
     with Sizes():
         digest(output)
     assert max(sizes) <= 1 << 20  # pieces that stay in the cache
+
+
+def test_a_forward_that_asks_for_the_class_of_a_tensor_is_told_at_k_1(x):
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.front, self.behind = nn.Sequential(conv(2, 4), node("lif", v_threshold=0.3)), conv(4, 3)
+            self.out = node("lif", v_threshold=0.3)
+
+        def forward(self, x):
+            y = self.front(x)
+            if type(y) is torch.Tensor:
+                y = y * 0.25
+            return self.out(self.behind(y))
+
+    with pytest.raises(ConversionError, match=r"fused kernels alone: the output differs .* the class of a tensor"):
+        sj_tac.convert(Asking(), k=1, example_input=x)
+    sj_tac.convert(Asking(), k=1, example_input=x, fuse=False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_part_takes_no_hooks_and_needs_none(x):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(conv(), norm(), node("lif", v_threshold=0.3))
+            self.head = torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)))
+
+        def forward(self, x):
+            return self.head(self.body(x).mean(0))
+
+    net = Net().eval()
+    fast = sj_tac.convert(net, k=1, example_input=x)
+    with torch.no_grad():
+        assert torch.equal(fast(x), net(x))
+    assert len(sj_tac.plan(net, example_input=x).converted) == 1

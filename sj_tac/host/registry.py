@@ -91,7 +91,7 @@ def steps_by_itself(module: nn.Module) -> bool:
 
 
 def is_the_hosts(module: nn.Module) -> bool:
-    """True for a neuron that this file vouches for."""
+    """True for a neuron or a norm that this file vouches for."""
     return kinds.kind(module) in _OF_THE_HOST
 
 
@@ -135,4 +135,6 @@ _OWN: dict[str, Decay] = {
 for _name, _decay in _OWN.items():
     if hasattr(neuron, _name):
         register_neuron(getattr(neuron, _name), decay=_decay)
-_OF_THE_HOST = frozenset(_NEURONS)
+# In eval mode BatchNorm's map; in training it is handed all frames.
+register_affine(nn.SyncBatchNorm)
+_OF_THE_HOST = frozenset({*_NEURONS, *_AFFINE})

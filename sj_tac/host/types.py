@@ -70,10 +70,12 @@ LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *
 # What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.
 AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
 # What treats every frame alike, with a constant on top, or in training a mask of its own: drives may pass, sums may not.
-PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout,)
+PER_FRAME: tuple[type[nn.Module], ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # The same, where a frame has the dimensions that they reach.
 PADS: tuple[type[nn.Module], ...] = (
     *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+    *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
 )
 SHUFFLES: tuple[type[nn.Module], ...] = (nn.PixelShuffle, nn.PixelUnshuffle)
 

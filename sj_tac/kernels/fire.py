@@ -89,8 +89,8 @@ def as_maps(x: Tensor) -> Tensor:
     if x.dim() == 5:
         return x
     if x.dim() <= 3:
-        return x.reshape(*x.shape[:2], -1, 1, 1)
-    return x.reshape(*x.shape[:3], -1, 1)
+        return x.reshape(*x.shape[:2], math.prod(x.shape[2:]), 1, 1)
+    return x.reshape(*x.shape[:3], math.prod(x.shape[3:]), 1)
 
 
 def _check(call: Call, linear: Tensor | None) -> None:

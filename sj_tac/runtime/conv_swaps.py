@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.host import layer
@@ -99,50 +99,57 @@ class TACLinear(DriveModule, layer.Linear):
     """TAC, "collapse": one product for k frames, which are one behind the neuron. [T, N, ..., F] in and out."""
 
 
-class TACTPFoldedConv1d(DriveModule, nn.Conv1d):
+class _Folded(DriveModule):
+    """Of torch's own layers, whose only argument is called ``input``."""
+
+    _folds = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class TACTPFoldedConv1d(_Folded, nn.Conv1d):
     """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, L] in and out."""
 
-    _rank, _folds = 4, True
+    _rank = 4
 
 
-class TACTPFoldedConv2d(DriveModule, nn.Conv2d):
+class TACTPFoldedConv2d(_Folded, nn.Conv2d):
     """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, H, W] in and out."""
 
-    _rank, _folds = 5, True
+    _rank = 5
     _run = DriveModule._run_folded_2d
 
 
-class TACTPFoldedConv3d(DriveModule, nn.Conv3d):
+class TACTPFoldedConv3d(_Folded, nn.Conv3d):
     """TAC-TP, "preserve", of torch's own layer: one convolution for k frames. Folded frames [T * N, C, D, H, W]."""
 
-    _rank, _folds = 6, True
+    _rank = 6
 
 
-class TACTPFoldedConvTranspose1d(DriveModule, nn.ConvTranspose1d):  # type: ignore[misc]
+class TACTPFoldedConvTranspose1d(_Folded, nn.ConvTranspose1d):  # type: ignore[misc]
     """TAC-TP, "preserve", of torch's own transposed convolution. Folded frames [T * N, C, L] in and out."""
 
     _counts_input = True
-    _rank, _folds = 4, True
+    _rank = 4
 
 
-class TACTPFoldedConvTranspose2d(DriveModule, nn.ConvTranspose2d):  # type: ignore[misc]
+class TACTPFoldedConvTranspose2d(_Folded, nn.ConvTranspose2d):  # type: ignore[misc]
     """TAC-TP, "preserve", of torch's own transposed convolution. Folded frames [T * N, C, H, W] in and out."""
 
     _counts_input = True
-    _rank, _folds = 5, True
+    _rank = 5
 
 
-class TACTPFoldedConvTranspose3d(DriveModule, nn.ConvTranspose3d):  # type: ignore[misc]
+class TACTPFoldedConvTranspose3d(_Folded, nn.ConvTranspose3d):  # type: ignore[misc]
     """TAC-TP, "preserve", of torch's own transposed convolution. Folded frames [T * N, C, D, H, W] in and out."""
 
     _counts_input = True
-    _rank, _folds = 6, True
+    _rank = 6
 
 
-class TACTPFoldedLinear(DriveModule, nn.Linear):
+class TACTPFoldedLinear(_Folded, nn.Linear):
     """TAC-TP, "preserve", of torch's own layer: one product for k frames. Folded frames [T * N, ..., F] in and out."""
-
-    _folds = True
 
 
 class _Container(DriveModule, layer.SeqToANNContainer):

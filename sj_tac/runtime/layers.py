@@ -105,7 +105,6 @@ class NormModule(_LearningNorm):
     """A BatchNorm that notes its affine map on drives; in training its statistics weigh a drive by the steps it is for."""
 
     _is_plain_norm = True
-    # torch's own norm, which takes folded frames [T * N, ...].
     _folds = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,22 +188,25 @@ class TACThresholdDependentBatchNorm2d(NormModule, layer.ThresholdDependentBatch
     _is_plain_norm = False  # its host scales what torch's BatchNorm gives
 
 
-class InnerBatchNorm1d(NormModule, nn.BatchNorm1d):
+class _FoldedNorm(NormModule):
+    """Of torch's own norms, which take folded frames [T * N, ...], and whose only argument is called ``input``."""
+
+    _folds = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class InnerBatchNorm1d(_FoldedNorm, nn.BatchNorm1d):
     """torch's BatchNorm1d of a converted net, in a container or on folded frames."""
 
-    _folds = True
 
-
-class InnerBatchNorm2d(NormModule, nn.BatchNorm2d):
+class InnerBatchNorm2d(_FoldedNorm, nn.BatchNorm2d):
     """torch's BatchNorm2d of a converted net, in a container or on folded frames."""
 
-    _folds = True
 
-
-class InnerBatchNorm3d(NormModule, nn.BatchNorm3d):
+class InnerBatchNorm3d(_FoldedNorm, nn.BatchNorm3d):
     """torch's BatchNorm3d of a converted net, in a container or on folded frames."""
-
-    _folds = True
 
 
 def pending(steps: Tensor, means: Groups, again: Expression | None = None) -> Spikes:
@@ -280,7 +282,8 @@ class _FoldedPoolModule(nn.Module):
 
     _tac: Pool
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         pooled = x.pooled if isinstance(x, Spikes) and x.folded is not None and x.intact else None
         if isinstance(x, Spikes) and pooled is not None and pooled[0] == host.pool_window(self):
             x.note_use()

@@ -110,7 +110,7 @@ class Run:
         out, last = kernels.run(kernel, call)
         unit.ran, unit.convolved = kernel, False
         if len(self.frame) != 4:
-            out, last = out.reshape(-1, *self.frame), of_shape(last, self.frame)
+            out, last = out.reshape(out.shape[0], *self.frame), of_shape(last, self.frame)
         return out, last
 
     def again(self, pool: Any, weights: Tensor | None, size: int) -> Again:

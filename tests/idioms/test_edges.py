@@ -253,3 +253,81 @@ def test_a_name_that_a_converted_layer_needs_is_a_reason_to_refuse(name):
     with pytest.raises(ConversionError, match=rf"UNSUPPORTED_CONV: its attribute '{name}' has a name that"):
         sj_tac.convert(net)
     assert net[0].__dict__[name] == 17
+
+
+class _Named(nn.Module):
+    """torch's own layers on folded frames, called by the names of their arguments."""
+
+    def __init__(self, sized):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn, self.lif1 = nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.BatchNorm2d(4).eval(), lif()
+        self.pool, self.up, self.lif2, self.sized = nn.MaxPool2d(2), nn.ConvTranspose2d(4, 4, 3, 2, 1), lif(), sized
+        self.lif1.v_threshold = self.lif2.v_threshold = 0.1
+
+    def forward(self, x):
+        t, n = x.shape[:2]
+        y = self.lif1(self.bn(input=self.conv(input=x.flatten(0, 1))).unflatten(0, (t, n))).flatten(0, 1)
+        y = self.up(y, output_size=x.shape[-2:]) if self.sized else self.up(input=self.pool(input=y))
+        return self.lif2(y.unflatten(0, (t, n)))
+
+
+@pytest.mark.parametrize("sized", [False, True], ids=["by name", "output_size"])
+def test_arguments_by_name_and_more_of_them(sized):
+    net, x = _Named(sized).eval(), (torch.rand(4, 3, 2, 8, 8) > 0.5).float()
+    for k in (1, 2):
+        fast = sj_tac.convert(net, k=k, example_input=x)
+        defined = sj_tac.convert(net, k=k, example_input=x, fuse=False)
+        found = sj_tac.report(fast)
+        assert found["conv"].status == "converted"
+        assert (found["up"].status, found["up"].reason) == (("refused", "NOT_LINEAR") if sized else ("converted", None))
+        with torch.no_grad():
+            spikes = fast(x)
+            assert torch.equal(spikes, defined(x))
+        assert 0.02 < spikes.mean() < 0.9
+
+
+class _Buffers(nn.Module):
+    """Buffers between convolution and neuron, in a forward that asks for shapes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.lif1 = nn.Conv2d(2, 4, 3, padding=1), lif()
+        self.conv2, self.lif2 = nn.Conv2d(4, 4, 1), lif()
+        self.lif1.v_threshold = self.lif2.v_threshold = 0.1
+        self.register_buffer("mean", torch.rand(4) * 0.2)
+        self.register_buffer("place", torch.rand(1, 4, 8, 8))
+
+    def forward(self, x):
+        if x.dim() != 5:
+            raise ValueError
+        t, n = x.shape[:2]
+        y = self.lif1(self.conv(x.flatten(0, 1)).unflatten(0, (t, n)))
+        y = self.conv2(y.flatten(0, 1)) - self.mean.view(1, -1, 1, 1) + self.place
+        return self.lif2(y.unflatten(0, (t, n)))
+
+
+def test_buffers_between_where_forward_asks_for_shapes():
+    net, x = _Buffers().eval(), (torch.rand(4, 3, 2, 8, 8) > 0.5).float()
+    fast = sj_tac.convert(net, k=2, example_input=x)
+    assert len(sj_tac.report(fast).converted) == 2
+    with torch.no_grad():
+        spikes = fast(x)
+        assert torch.equal(spikes, sj_tac.convert(net, k=2, example_input=x, fuse=False)(x))
+    assert 0.05 < spikes.mean() < 0.9
+
+
+def test_samples_folded_in_front_of_time_are_named():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.lif = nn.Conv2d(2, 4, 3), lif()
+
+        def forward(self, x):
+            n, t = x.shape[:2]
+            return self.lif(self.conv(x.flatten(0, 1)).unflatten(0, (n, t)).transpose(0, 1))
+
+    found = sj_tac.plan(Net().eval(), example_input=torch.rand(3, 4, 2, 8, 8))["conv"]
+    assert found.reason == "NOT_LINEAR"
+    assert "unfolds samples in front of time" in found.detail

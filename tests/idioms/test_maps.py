@@ -14,7 +14,10 @@ SQUARE, CUBE = (C, C), (C, C, C)
 
 
 class Between(nn.Module):
-    """``change`` stands between the second conv's norm and its neuron; ``fold``: it is handed folded frames."""
+    """``change`` stands between the second conv's norm and its neuron, with a constant or a module of its own.
+
+    ``fold``: it is handed folded frames.
+    """
 
     def __init__(self, change, shape=None, fold=False, outputs=C):
         super().__init__()
@@ -23,8 +26,10 @@ class Between(nn.Module):
         self.conv2, self.bn2, self.lif2 = conv(C, C), layer.BatchNorm2d(C, step_mode="m"), node("lif", v_threshold=0.1)
         self.conv3, self.lif3 = conv(outputs, 4), node("lif", v_threshold=0.03)
         self.change, self.fold = change, fold
-        if shape is not None:
+        if isinstance(shape, tuple):
             self.constant = nn.Parameter(torch.rand(shape) * 0.4)
+        elif shape is not None:
+            self.module = shape()
 
     def forward(self, x):
         x = self.bn2(self.conv2(self.lif1(self.conv1(x))))
@@ -55,6 +60,9 @@ CARRIED = {
     "norm": (lambda s, x: F.batch_norm(x, s.bn2.running_mean, s.bn2.running_var, s.bn2.weight, training=False), None, True),
     "repeated channels": (lambda s, x: x.repeat_interleave(2, dim=2), None, False, 2 * C),
     "channels by index": (lambda s, x: torch.index_select(x, 2, seven(s)),),
+    "SyncBatchNorm": (lambda s, x: s.module(x), lambda: nn.SyncBatchNorm(C), True),
+    "reflected borders": (lambda s, x: s.module(x), lambda: nn.ReflectionPad2d(1), True),
+    "Dropout2d": (lambda s, x: s.module(x), lambda: nn.Dropout2d(0.3), True),
     "shuffled channels": (lambda s, x: torch.channel_shuffle(x, 2), None, True),
 }
 # Over time or samples, by what the frames say themselves, or not told apart.
