@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -231,7 +232,12 @@ def _constants(net: nn.Module) -> dict[str, dict[str, Any]]:
         kind = host.known_class(users_class(module) if is_swapped(module) else type(module))
         if not f"{kind.__module__}.".startswith(_LIBRARIES):
             continue
-        held = {key: _constant(getattr(module, key)) for key in _CONSTANTS if hasattr(module, key)}
+        # What a state_dict has is loaded, not compared.
+        loaded = {
+            **module._parameters,
+            **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set},
+        }
+        held = {key: _constant(getattr(module, key)) for key in _CONSTANTS if hasattr(module, key) and key not in loaded}
         plain = {key: value for key, value in held.items() if value is not Ellipsis}
         if isinstance(module, host.neuron.BaseNode):
             plain["neuron"] = kind.__name__
@@ -246,7 +252,17 @@ def _constant(value: Any) -> Any:
         return value
     if isinstance(value, (tuple, list)) and all(isinstance(v, (bool, int, float, str, type(None))) for v in value):
         return list(value)
+    if isinstance(value, torch.Tensor) and value.numel() <= 4096 and not value.is_complex():
+        return value.tolist()
     return Ellipsis
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal, or numbers that are as near as a float32 is to what was written into it."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    numbers = all(type(x) in (int, float) for x in (a, b))
+    return bool(a == b or (numbers and math.isclose(a, b, rel_tol=1e-6)))
 
 
 def _as_text(value: Any, key: str) -> Any:
@@ -300,7 +316,7 @@ def _as_it_was(target: nn.Module, converted: bool) -> Iterator[None]:
 def _compare(path: Any, what: str, saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]) -> None:
     for name in saved.keys() & here.keys():
         for key, value in saved[name].items():
-            if key in here[name] and here[name][key] != value:
+            if key in here[name] and not _alike(here[name][key], value):
                 raise CheckpointError(
                     f"{path} does not fit the model: {what} {name!r} has {key}={value!r}, and this model {key}="
                     f"{here[name][key]!r}; build the model as the net was built"

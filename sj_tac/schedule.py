@@ -79,9 +79,15 @@ class KSchedule:
             BatchError: batches that cannot be used. The net then has the k that it had.
         """
         k = self.k(epoch)
-        if k is not None and k != self.current:
+        if k is not None and (k != self.current or k not in self._held()):
             self._change(k)
         return k
+
+    def _held(self) -> set[int]:
+        """The k of the layers that are meant, where it is one; whoever calls ``set_k`` in between changes it."""
+        drives = record_of(self.converted, "KSchedule").plan.layout.drives
+        found = {place.settings.k for name, place in drives.items() if name_matches(name, self.layers)}
+        return found if len(found) == 1 else set()
 
     def _change(self, k: int) -> None:
         record = record_of(self.converted, "KSchedule")

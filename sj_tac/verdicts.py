@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -295,6 +295,14 @@ class Report(Shown):
             if verdict.layer == layer:
                 return verdict
         raise KeyError(f"no verdict for {layer!r}; there are {[v.layer for v in self.verdicts]}")
+
+    def __iter__(self) -> Iterator[Verdict]:
+        """The verdicts, in the order of the model's modules."""
+        return iter(self.verdicts)
+
+    def __contains__(self, layer: object) -> bool:
+        """Whether a layer of this name has a verdict."""
+        return any(verdict.layer == layer for verdict in self.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: {"title": ..., "verdicts": [{"layer": ..., "status": ..., ...}]}."""

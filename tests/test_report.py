@@ -74,3 +74,11 @@ def test_the_table_says_what_and_why():
     assert "2 converted, 0 stretched, 1 kept, 0 refused; conv MACs per sample" in text
     # Each hint stands once below the table, however many layers it concerns.
     assert text.count("change the rule to convert it") == 1
+
+
+def test_a_report_is_gone_through_and_asked_for_names():
+    found = sj_tac.report(sj_tac.convert(csnn(), "preserve", 2))
+    assert [verdict.layer for verdict in found] == [verdict.layer for verdict in found.verdicts]
+    assert len(list(found)) > 1
+    assert found.verdicts[0].layer in found
+    assert "none" not in found

@@ -303,3 +303,22 @@ def test_weight_norm_from_before_is_the_models_own(tmp_path):
     again = sj_tac.load(tmp_path / "net.pt", build())
     assert torch.equal(out(again), out(fast))
     assert torch.equal(again[7].weight, fast[7].weight)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("other", [float, torch.tensor])
+def test_thresholds_that_are_tensors_are_compared(kind, other, tmp_path):
+    def build(threshold):
+        torch.manual_seed(0)
+        net = nn.Sequential(conv(2, 4), norm(4), node("lif"))
+        net[2].v_threshold = threshold
+        return net
+
+    fast = sj_tac.convert(build(kind(0.15)), k=2)
+    sj_tac.save(fast, tmp_path / "net.pt")
+    with pytest.raises(CheckpointError, match=r"'2' has v_threshold=0.15\d*, and this model v_threshold=0.4"):
+        sj_tac.load(tmp_path / "net.pt", build(other(0.4)))
+    again = sj_tac.load(tmp_path / "net.pt", build(other(0.15)))
+    x = frames(4, 2, 2, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(again(x), fast(x))

@@ -160,3 +160,15 @@ def test_the_lightning_callback(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
     with pytest.raises(ImportError, match="pip install lightning"):
         lightning_callback(KSchedule(net, {0: 4}))
+
+
+def test_k_that_somebody_else_changed_meanwhile():
+    net = sj_tac.convert(csnn(), "preserve", 8)
+    schedule = KSchedule(net, {0: 8, 5: 4})
+    schedule.step(0)
+    sj_tac.set_k(net, 1)  # for a look at the validation set
+    assert schedule.step(1) == 8
+    assert ks(net) == [8, 8, 8]
+    sj_tac.set_k(net, 1, "0")
+    schedule.step(2)
+    assert ks(net) == [8, 8, 8]

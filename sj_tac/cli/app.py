@@ -163,6 +163,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert a net and save it whole: class, weights and policy. Its state_dict fits the source's class, strictly."""
+    named.check_outputs({"out": out, "html": html}, checkpoint=checkpoint, policy=policy, data=data)
     load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net) if data else None
@@ -198,6 +199,7 @@ def match(
     as_json: AsJson = False,
 ) -> None:
     """Convert a net, and correct it by unlabeled data so that it answers as its source does."""
+    named.check_outputs({"out": out}, checkpoint=checkpoint, policy=policy, data=data)
     load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)

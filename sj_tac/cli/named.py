@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sj_tac.errors import SjTacError
@@ -17,6 +17,16 @@ from sj_tac.support.words import nearest
 
 class UsageError(SjTacError, ValueError):
     """What a command line names does not exist, or is something else."""
+
+
+def check_outputs(written: Mapping[str, Any], **read: Any) -> None:
+    """Raise UsageError where a file that would be written is one that is read; all by the names of their options."""
+    for output, path in written.items():
+        for given, other in read.items():
+            if path is not None and other is not None and os.path.realpath(path) == os.path.realpath(other):
+                raise UsageError(
+                    f"--{output} {path} is the file that --{given} reads, and would be overwritten; name another"
+                )
 
 
 def check(spec: str, what: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from spikingjelly.activation_based import base, neuron
+from torch import Tensor
 
 from sj_tac.errors import BackendError, HostError
 
@@ -40,11 +42,37 @@ def neuronal_reset(self: Any, spike: Any) -> None:
         self.v = (1.0 - spike) * self.v + spike * self.v_reset
 
 
+def v_float_to_tensor(self: Any, x: Tensor) -> None:
+    """A membrane that is still a number becomes a tensor like the input. As ``neuronal_fire``."""
+    if isinstance(self.v, float):
+        self.v = torch.full_like(x.data, self.v)
+
+
+def jit_hard_reset(v: Tensor, spike: Tensor, v_reset: float) -> Tensor:
+    """The membrane behind a reset to ``v_reset``. As ``neuronal_fire``."""
+    return (1.0 - spike) * v + spike * v_reset
+
+
+def jit_soft_reset(v: Tensor, spike: Tensor, v_threshold: float) -> Tensor:
+    """The membrane behind a reset by ``v_threshold``. As ``neuronal_fire``."""
+    return v - spike * v_threshold
+
+
 def install_hooks() -> None:
-    """Give the host's neurons the hooks that 2.0 took from them: it never calls them, classes of one's own do."""
-    for hook in () if CALLS_HOOKS else (neuronal_fire, neuronal_reset):
+    """Give the host's neurons what 2.0 took from them: it never calls it, classes of one's own do."""
+    methods: tuple[Any, ...] = (neuronal_fire, neuronal_reset, v_float_to_tensor)
+    for hook in () if CALLS_HOOKS else (*methods, jit_hard_reset, jit_soft_reset):
         if not hasattr(neuron.BaseNode, hook.__name__):
-            setattr(neuron.BaseNode, hook.__name__, hook)
+            setattr(neuron.BaseNode, hook.__name__, hook if hook in methods else staticmethod(hook))
+
+
+def check_decay(owner: object, decay_input: object) -> None:
+    """Raise HostError where ``decay_input`` is none: before 0.0.0.0.10 thresholds stood in its place."""
+    if not isinstance(decay_input, bool):
+        raise HostError(
+            f"{type(owner).__name__}: decay_input={decay_input!r} is no bool; code for SpikingJelly before 0.0.0.0.10, "
+            "which had no decay_input, gives v_threshold there: pass v_threshold, v_reset and what follows by name"
+        )
 
 
 def refuse_hooks(node: object) -> None:

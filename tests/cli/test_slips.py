@@ -255,3 +255,19 @@ def test_a_time_limit_is_of_the_whole(net, capsys, monkeypatch):
     invoked(monkeypatch, capsys, 0, "search", "mynet:csnn", *options, "--time-limit", 30)
     assert time.monotonic() - begun < 36
     assert "was over before" in invoked(monkeypatch, capsys, 2, "search", "mynet:csnn", *options, "--time-limit", 1e-9)[1]
+
+
+@pytest.mark.parametrize("read", ["--checkpoint", "--data", "--policy"])
+def test_what_is_read_is_not_overwritten(read, net, capsys, monkeypatch):
+    from support import csnn
+
+    torch.save(csnn().state_dict(), "own.pt")
+    Path("own.yaml").write_text("default: {mode: preserve, k: 2}\n")
+    name = {"--checkpoint": "own.pt", "--data": "x.npy", "--policy": "own.yaml"}[read]
+    before = Path(name).read_bytes()
+    more = [] if read == "--data" else ["--data", "x.npy"]
+    for line in (["convert", "mynet:csnn", read, name], ["match", "mynet:csnn", read, name, *more]):
+        out = os.path.join("..", Path.cwd().name, name)
+        told = invoked(monkeypatch, capsys, 2, *line, "--out", out)
+        assert f"is the file that {read} reads, and would be overwritten" in str(told)
+        assert Path(name).read_bytes() == before

@@ -357,3 +357,35 @@ def test_a_neuron_that_steps_by_itself_runs_its_own_steps_with_the_hooks_it_inhe
     told = fails(OWN_STEPS)
     assert "HostError: Calls (of __main__) overrides neuronal_charge" in told
     passes(OWN_STEPS.partition("class Calls")[0])
+
+
+def test_what_stood_in_the_place_of_decay_input_before_there_was_one():
+    """LIFNode(tau, v_threshold, v_reset) of 0.0.0.0.8 would fire at a threshold of 0, without a word."""
+    for name in ("LIFNode", "MultiStepLIFNode", "ParametricLIFNode", "MultiStepParametricLIFNode"):
+        told = fails(
+            f"import sj_tac.compat.clock_driven\nfrom spikingjelly.clock_driven import neuron\nneuron.{name}(2.0, 1.0, 0.0)"
+        )
+        assert f"HostError: {name}: decay_input=1.0 is no bool; code for SpikingJelly before 0.0.0.0.10" in told
+
+
+def test_a_neuron_that_steps_by_itself_has_its_inherited_helpers():
+    passes(
+        "import sj_tac.compat.backends\n"
+        "import torch\n"
+        "from spikingjelly.activation_based import neuron\n"
+        "class Connecting(neuron.BaseNode):\n"
+        "    def neuronal_charge(self, x):\n"
+        "        self.v = self.v + (x - self.v) / 2\n"
+        "    def single_step_forward(self, x):\n"
+        "        self.v_float_to_tensor(x)\n"
+        "        self.neuronal_charge(x)\n"
+        "        spike = self.neuronal_fire()\n"
+        "        self.v = self.jit_hard_reset(self.v, spike, 0.0)\n"
+        "        return spike\n"
+        "node = Connecting()\n"
+        "x = torch.rand(50) * 4\n"
+        "spikes = node(x)\n"
+        "assert torch.equal(spikes, (x / 2 >= 1).float()) and 0.1 < spikes.mean() < 0.9\n"
+        "assert torch.equal(node.v, torch.where(spikes > 0, torch.zeros(()), x / 2))\n"
+        "assert torch.equal(node.jit_soft_reset(x, spikes, 1.0), x - spikes)\n"
+    )

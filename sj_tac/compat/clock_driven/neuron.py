@@ -10,7 +10,7 @@ from typing import Any
 from spikingjelly.activation_based import neuron as _host
 
 from sj_tac.compat.clock_driven import base as base, lost, surrogate as surrogate
-from sj_tac.compat.hooks import CALLS_HOOKS, check_backend, install_hooks, refuse_hooks
+from sj_tac.compat.hooks import CALLS_HOOKS, check_backend, check_decay, install_hooks, refuse_hooks
 
 # One instance for all, as it was: the functions have no state.
 _SIGMOID = surrogate.Sigmoid()
@@ -69,6 +69,7 @@ class LIFNode(_host.LIFNode, BaseNode):
         detach_reset: bool = False,
         cupy_fp32_inference: bool = False,
     ) -> None:
+        check_decay(self, decay_input)
         super().__init__(tau, decay_input, v_threshold, v_reset, surrogate_function, detach_reset)
 
 
@@ -103,6 +104,7 @@ class ParametricLIFNode(_host.ParametricLIFNode, BaseNode):
         surrogate_function: Any = _SIGMOID,
         detach_reset: bool = False,
     ) -> None:
+        check_decay(self, decay_input)
         super().__init__(init_tau, decay_input, v_threshold, v_reset, surrogate_function, detach_reset)
 
 
