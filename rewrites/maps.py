@@ -33,6 +33,8 @@ def map_kind(node: fx.Node, x: fx.Node, kept: int) -> Kind | None:
     rule = _RULES.get(node.target)
     if rule is None:
         return None
+    if not node.args:
+        return Kind.FIXED  # frames by name
     args, before, after = _arguments(node), x.meta.get("shape") or (), node.meta.get("shape") or ()
     if args is None or len(before) <= kept or before[:kept] != after[:kept]:
         return Kind.FIXED

@@ -148,7 +148,7 @@ def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_inpu
         ConversionError: converted before, or no deep copy.
     """
     check_plain(model)
-    target = deep_copy(model)
+    target = deep_copy(model, dry=True)
     found = analyse(target, policy, k, example_input, backends.choose("auto"), True)
     return report_on(found, target, f"plan for {type(model).__name__}")
 
@@ -201,8 +201,9 @@ def check_plain(model: Any) -> None:
             )
 
 
-def deep_copy(model: nn.Module) -> nn.Module:
-    held = next(_held_by_functions(model), None)
+def deep_copy(model: nn.Module, dry: bool = False) -> nn.Module:
+    """A copy; ``dry``: it is only looked at, so that it may share what it will. Raises ConversionError."""
+    held = None if dry else next(_held_by_functions(model), None)
     if held is not None:
         raise ConversionError(
             f"{type(model).__name__} cannot be deep-copied: {held[0]!r} is a function that holds its module {held[1]!r}, "
@@ -226,11 +227,12 @@ def deep_copy(model: nn.Module) -> nn.Module:
 
 
 def _held_by_functions(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Attributes that are functions, and the module of the model that each has in its closure."""
+    """Attributes that are functions which a forward calls, and the module of the model that each has in its closure."""
     names = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules():
+        called = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
         for key, value in vars(module).items():
-            for cell in _closures(value):
+            for cell in _closures(value) if key in called or hasattr(type(module), key) else ():
                 if isinstance(cell, nn.Module) and cell in names:
                     yield f"{name}.{key}".lstrip("."), names[cell] or type(cell).__name__
 

@@ -110,7 +110,7 @@ def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: 
 def look(model: nn.Module, layers: Sequence[str], example_input: Any, backend: str, fused: bool) -> Plan:
     """What every policy for these ``layers`` finds in a model: its chains, without settings. Changes nothing in it."""
     arguments = None if example_input is None else as_arguments(example_input)
-    own = own_forwards(model, arguments)
+    own = own_forwards(model, arguments, "linear" in layers)
     stand_ins = tuple(name for name, problem in own.items() if not problem)
     _let_stand_in(model, stand_ins)
     traced = trace(model, example_input)

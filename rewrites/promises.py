@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ UNTRIED = "what it computes can be tried on example_input alone, and none was gi
 RAISES = "it does not run on"
 # Places of a map that a trial needs, beyond those that a kernel reaches.
 FEW = 2
+# Steps, or folded frames, of a trial.
+MOST = 16
 
 
 def broken_promises(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict[str, Refusal]:
@@ -46,19 +48,20 @@ def broken_promises(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict
     }
 
 
-def own_forwards(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict[str, str]:
+def own_forwards(model: nn.Module, arguments: tuple[Any, ...] | None, linears: bool) -> dict[str, str]:
     """Of each conv or Linear with a forward of its own, by name, what keeps it from standing for the known one; else "".
 
     A forward that standardises, quantises or masks its weights is as good as that of the class that it derives from: all
     that a converted layer asks of it is that each frame has the same affine map. Changes nothing.
 
     Args:
-        arguments: of the model's forward; None where there is no sample.
+        arguments: of the model's forward; None where there is no sample. linears: Linear layers are looked at, too.
     """
     wanted = {
         name: m
         for name, m in model.named_modules()
         if host.has_own_forward(m) and not (host.is_registered_affine(m) or host.is_registered_neuron(m))
+        if linears or not isinstance(m, nn.Linear)
     }
     if not wanted or arguments is None:
         return dict.fromkeys(wanted, UNTRIED)
@@ -70,21 +73,40 @@ def own_forwards(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict[st
 
 
 def _own_forward_problem(module: nn.Module, x: Tensor) -> str:
-    """What keeps a forward from being one affine map of every frame: of a few frames, on a corner of their maps."""
+    """What keeps a forward from being one affine map of every frame: of some frames, on a corner of their maps."""
+    layer: Any = module
     steps = host.is_multi_step(module) and isinstance(module, (*host.CONVS, *host.LINEARS))
-    x = x[:2, :2] if steps else x[:3]
-    corner, layer = x, cast("Any", module)
+    wanted, channels = (layer.in_channels, 2 if steps else 1) if host.is_conv(module) else (layer.in_features, x.dim() - 1)
+    if x.dim() <= channels or x.shape[channels] != wanted or not len(x):
+        return f"it is handed {list(x.shape)}, where its class says {wanted} channels or features"
+    # More steps than a sample of one has, so that they can be told apart.
+    front = (min(max(len(x), 4), MOST), 2) if steps else (min(max(len(x), 6), MOST),)
+    frames = x.new_empty((*front, *x.shape[len(front) :]))
+    corner = frames
     # Large maps of many channels would take seconds.
     reaches = (
         [d * (k - 1) + 1 for k, d in zip(layer.kernel_size, layer.dilation, strict=True)] if host.is_conv(module) else []
     )
     for dim, reach in enumerate(reaches, start=-len(reaches)):
         corner = corner.narrow(dim, 0, min(corner.shape[dim], reach + FEW))
-    for part in (x,) if corner.shape == x.shape else (corner, x):
-        problem = _affine_problem(module, part)
-        if not problem or not problem.startswith(RAISES):
-            break
-    return problem or _affine_problem_of(copy.deepcopy(module).double(), part, training=True)
+    try:
+        plain = _without_hooks(module)
+        for part in (frames,) if corner.shape == frames.shape else (corner, frames):
+            problem = _affine_problem(plain, part)
+            if not problem or not problem.startswith(RAISES):
+                break
+        return problem or _affine_problem_of(copy.deepcopy(plain).double(), part, training=True)
+    except Exception as error:  # a weight that is no leaf, say
+        return f"it cannot be tried ({type(error).__name__}: {error})"
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """A copy that calls nobody else."""
+    fresh = copy.deepcopy(module, host.detached_memories(module))
+    for inner in fresh.modules():
+        inner._forward_hooks.clear()
+        inner._forward_pre_hooks.clear()
+    return fresh
 
 
 def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any, ...]) -> dict[str, Tensor]:
@@ -92,16 +114,17 @@ def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any
     found: dict[str, Tensor] = {}
 
     def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            if args and isinstance(args[0], Tensor):
-                found.setdefault(name, args[0].detach().clone())
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            first = next(iter((*args, *kwargs.values())), None)
+            if isinstance(first, Tensor):
+                found.setdefault(name, first.detach().clone())
 
         return hook
 
     with host.looked_at(model):
         host.reset_memories(model)
         for name, module in wanted.items():
-            module.register_forward_pre_hook(note(name))
+            module.register_forward_pre_hook(note(name), with_kwargs=True)
         try:
             model(*copied(arguments))
         except Exception:  # the run of the source says what is wrong
@@ -111,11 +134,13 @@ def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any
 
 def _run(module: nn.Module, x: Tensor, training: bool = False) -> Tensor:
     """A call of a fresh copy, in eval mode or as in training; with the same random numbers in every call."""
-    fresh = copy.deepcopy(module, host.detached_memories(module)).train(training)
-    host.reset_memories(fresh)
-    reset = getattr(fresh, "reset", None)
-    if callable(reset):
-        reset()
+    fresh = copy.deepcopy(module, host.detached_memories(module))
+    fresh.train(training)
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        host.reset_memories(fresh)
+        reset = getattr(fresh, "reset", None)
+        if callable(reset) and not (host.is_conv(fresh) or isinstance(fresh, nn.Linear)):
+            reset()
     return _called(fresh, x)
 
 
@@ -165,7 +190,24 @@ def _affine_problem(module: nn.Module, x: Tensor) -> str:
         for parameter in moved.parameters():
             noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
             parameter.add_(noise + 0.5)
-    return _affine_problem_of(copy.deepcopy(module).double(), x) or _affine_problem_of(moved, x)
+    found = _affine_problem_of(copy.deepcopy(module).double(), x)
+    if found or not _is_finite(moved, x):
+        return found  # parameters may have a domain, which other ones are out of
+    return _affine_problem_of(moved, x)
+
+
+def _is_finite(wide: nn.Module, x: Tensor) -> bool:
+    try:
+        return bool(torch.isfinite(_run(wide, _batches(x)[0])).all())
+    except Exception:
+        return False
+
+
+def _batches(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two batches of a shape: numbers with zeros among them, and spikes."""
+    generator = torch.Generator().manual_seed(0)
+    a, chance, spikes = (torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) for _ in range(3))
+    return torch.where(chance < 0.4, 0.0, 64 * a - 32), (spikes < 0.4).double()
 
 
 def _affine_problem_of(wide: nn.Module, x: Tensor, training: bool = False) -> str:
@@ -177,9 +219,7 @@ def _affine_problem_of(wide: nn.Module, x: Tensor, training: bool = False) -> st
     # Something is wrong: what?
     when = " in training" if training else ""
     try:
-        generator = torch.Generator().manual_seed(0)
-        a, b = (torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for _ in range(2))
-        b = 8 * b
+        a, b = _batches(x)
         together = run(a)
         mixed = run(0.25 * a + 0.75 * b)
         if not torch.allclose(mixed, 0.25 * together + 0.75 * run(b), rtol=1e-6, atol=1e-6):
@@ -196,14 +236,14 @@ def _affine_problem_of(wide: nn.Module, x: Tensor, training: bool = False) -> st
 
 def _is_affine(wide: nn.Module, x: Tensor, training: bool) -> bool:
     """All at once: a mixture of two batches, step by step and with its samples in another order. False may be anything."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device) for _ in range(2))
-    b, inner = 8 * b, x.dim() > 4
+    (a, b), inner = _batches(x), x.dim() > 4
     mixed = 0.25 * a + 0.75 * b
     single, rest = mixed[:1], mixed[1:]
     try:
         # A copy of large weights for every call costs more than the call.
-        fresh = None if training else copy.deepcopy(wide).eval()
+        fresh = None if training else copy.deepcopy(wide)
+        if fresh is not None:
+            fresh.eval()
         left, right, first, others = (
             _run(wide, part, training) if fresh is None else _called(fresh, part)
             for part in (a, b, single, rest.flip(1) if inner else rest)

@@ -108,6 +108,12 @@ def test_what_autograd_keeps_is_half():
 
 
 @pytest.mark.parametrize("k", [1, 2])
+def test_a_net_of_bfloat16_is_not_refused(k):
+    net, x = csnn().bfloat16(), frames(6, 2, 2, 8, 8).bfloat16()
+    assert len(sj_tac.report(sj_tac.convert(net, k=k, example_input=x)).converted) == 3
+
+
+@pytest.mark.parametrize("k", [1, 2])
 def test_who_converts_under_autocast_is_not_refused(k):
     net, x = csnn(), frames(6, 2, 2, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):

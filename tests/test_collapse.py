@@ -325,3 +325,28 @@ def test_collapse_of_zoo_nets_that_are_one_chain(name):
         one = sj_tac.convert(net, "collapse", 1)
         functional.reset_net(net)
         assert torch.equal(one(x), expected)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.roll(1, 1), lambda x: x.flip(2), lambda x: torch.channel_shuffle(x, 2)])
+def test_collapsed_time_ends_where_folded_drives_are_moved(change):
+    """As in the trace: what is behind sees frames, fused and as the definition."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.convs = nn.ModuleList([conv(2, 8), conv(8, 8), conv(8, 4)])
+            self.lifs = nn.ModuleList([node("lif", v_threshold=v) for v in (0.2, 0.1, 0.03)])
+
+        def forward(self, x):
+            x = self.convs[1](self.lifs[0](self.convs[0](x)))
+            y = change(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            return self.lifs[2](self.convs[2](self.lifs[1](y)))
+
+    net, x = Net().double().eval(), frames(6, 3, 2, 8, 8).double()
+    fused = sj_tac.convert(net, "collapse", 2, example_input=x)
+    defined = sj_tac.convert(net, "collapse", 2, example_input=x, fuse=False)
+    with torch.no_grad():
+        spikes = fused(x)
+        assert torch.equal(spikes, defined(x))
+    assert 0.05 < spikes.mean() < 0.6

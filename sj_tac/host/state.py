@@ -191,6 +191,10 @@ def _are(items: Collection[Any], others: Collection[Any]) -> bool:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """True where no bit differs: NaN is equal to itself, zero not to its negative."""
     first, second = (t.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for t in (a, b))
+    words = len(first) // 8 * 8  # eight times as fast as bytes
+    if words and first.data_ptr() % 8 == second.data_ptr() % 8 == 0:
+        wide = torch.equal(first[:words].view(torch.int64), second[:words].view(torch.int64))
+        return wide and torch.equal(first[words:], second[words:])
     return torch.equal(first, second)
 
 

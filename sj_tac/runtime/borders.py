@@ -124,13 +124,12 @@ class Borders:
         if self.fused and (torch.is_grad_enabled() or (self.collapses and "torch._dynamo" in sys.modules)):
             self.watched = is_watched(model)
 
-    def is_watched_now(self) -> bool:
-        """Whether something stands between the modules, in a call of the net or of a part of it."""
-        if self.entered:
-            return self.watched
-        root = None if self.root is None else self.root()
-        # A part that was copied alone knows no net.
-        return self.watched if root is None else is_watched(root)
+    def look(self) -> None:
+        """Look at the net where a part of it is called by itself, and begins here: it is handed an ordinary tensor."""
+        if self.fused and (self.collapses or torch.is_grad_enabled()):
+            root = None if self.root is None else self.root()
+            # A part that was copied alone knows no net.
+            self.watched = self.watched if root is None else is_watched(root)
 
     def now(self) -> Call | None:
         """T and N of the call that is running, or is run again by a backward."""
@@ -158,7 +157,7 @@ class Borders:
             not self.fused
             or bool(every_module._global_forward_hooks or every_module._global_forward_pre_hooks)
             or torch.compiler.is_compiling()
-            or ((self.collapses or torch.is_grad_enabled()) and self.is_watched_now())
+            or (self.watched and (self.collapses or torch.is_grad_enabled()))
             # dispatch.is_transformed, written out: every module asks at every call.
             or modes() > 0
             or tracing() is not None

@@ -89,6 +89,8 @@ class DriveModule(Matchable):
             return self._layer(x)
         drive, logits = self._tac, held["_parameters"].get(LOGITS)
         wanted: Sums | None
+        if not drive.borders.entered and not isinstance(x, Frames):
+            drive.borders.look()
         if drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
         if isinstance(x, Frames) and (x.folded is not None) is self._folds:

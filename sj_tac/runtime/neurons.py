@@ -146,10 +146,18 @@ class UnitModule(neuron.BaseNode):
             return self.multi_step_forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
-    def multi_step_forward(self, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _look_at(self, x: Tensor) -> None:
+        """What a neuron of folded drives is handed, and whether a part that begins here is watched."""
         unit = self._tac
         if unit.folded:
-            unit.borders.check(x_seq, unit.name)
+            unit.borders.check(x, unit.name)
+        if not unit.borders.entered and not isinstance(x, (Shared, Spikes)):
+            unit.borders.look()
+
+    def multi_step_forward(self, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
+        unit = self._tac
+        if unit.folded or not unit.borders.entered:
+            self._look_at(x_seq)
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
         if not torch.is_grad_enabled() and not args and not kwargs:

@@ -194,7 +194,7 @@ class Frames(Tensor):
             with below_functions():
                 return func(*args, **(kwargs or {}))
         handler = TABLE.get(func)
-        if handler is not None:
+        if handler is not None and args:
             found = handler(func, args, kwargs or {})
             if found is not NotImplemented:
                 return found

@@ -10,7 +10,7 @@ from idioms.own_forwards import Binary, Branching, FoldedStandardised, Masked, S
 from spikingjelly.activation_based import functional, layer
 from support import conv, frames, node, same_state
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import sj_tac
 from sj_tac.errors import ConversionError
@@ -84,7 +84,49 @@ class PerStep(layer.Conv2d):
         return super().forward(x) * self.gain[: x.shape[0]]
 
 
+class Submanifold(nn.Conv2d):
+    """Puts nothing out where nothing came in, as convolutions of event cameras do."""
+
+    def forward(self, x):
+        return super().forward(x) * (x != 0).any(1, keepdim=True)
+
+
+class Delayed(layer.Conv2d):
+    """An axon that takes two steps."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more, step_mode="m")
+
+    def forward(self, x):
+        return torch.cat([torch.zeros_like(y := super().forward(x))[:2], y[:-2]])
+
+
+class LateGain(layer.Conv2d):
+    """A gain by step that is alike in the first ones."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more, step_mode="m")
+        self.register_buffer("gain", torch.tensor([1.0, 1, 1, 1, 2, 3]).view(6, 1, 1, 1, 1))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain[: len(x)]
+
+
+class Placed(nn.Conv2d):
+    """Is handed fewer channels than its class says: coordinates come in addition."""
+
+    def __init__(self, inputs, *args, **more):
+        super().__init__(inputs + 1, *args, **more)
+
+    def forward(self, x):
+        return super().forward(torch.cat([x, torch.linspace(-1, 1, x.shape[-1]).to(x).expand_as(x[:, :1])], 1))
+
+
 REFUSED = {
+    "looks for zeros": (Submanifold, "it is not affine"),
+    "delay": (Delayed, "its samples or steps look at each other"),
+    "late gain": (LateGain, "its samples or steps look at each other"),
+    "more channels": (Placed, "it is handed [18, 4, 8, 8], where its class says 5 channels"),
     "relu": (bent("Rectified", lambda self, x, f: F.relu(f(x))), "it is not affine"),
     "quantised input": (bent("Quantised", lambda self, x, f: f((x * 4).round() / 4)), "it is not affine"),
     "clamped input": (bent("Clamped", lambda self, x, f: f(x.clamp(-6, 6))), "it is not affine"),
@@ -109,6 +151,64 @@ def test_what_is_no_affine_map_of_every_frame_is_refused_and_says_why(which, x):
     assert found.reason in ("UNSUPPORTED_CONV", "NO_NEURON")
     assert "with a forward of its own: " in (told := " ".join((found.detail, *found.obstacles)))
     assert why in told
+
+
+def test_an_example_of_one_step_tells_steps_apart_all_the_same(x):
+    class Centered(layer.Conv2d):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    made = lambda: Centered(4, 4, 3, padding=1, step_mode="m")  # noqa: E731
+    found = verdict(made, x[:1])
+    assert (found.status, found.reason) == ("refused", "UNSUPPORTED_CONV")
+    assert "its samples or steps look at each other" in found.detail
+
+
+def test_trials_call_nobodys_hooks_and_draw_nobodys_numbers(x):
+    class Silent(FoldedStandardised):
+        def train(self, mode=True):
+            super().train(mode)  # and returns nothing, as those who freeze a norm often have it
+
+    class OfADomain(FoldedStandardised):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            self.share = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x):
+            return super().forward(x) * (1 - self.share**2).sqrt()
+
+    for own in (Silent, OfADomain):
+        net, seen = Chain(lambda own=own: own(4, 4, 3, padding=1)).eval(), []
+        net.own.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+        net.own.register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args))
+        numbers = torch.get_rng_state()
+        fast = sj_tac.convert(net, k=2, example_input=x)
+        assert sj_tac.report(fast)["own"].status == "converted"
+        assert torch.equal(torch.get_rng_state(), numbers)
+        assert seen == []
+
+
+def test_weights_that_cannot_be_copied_are_left_alone_in_place(x):
+    net = Chain(lambda: FoldedStandardised(4, 4, 3, padding=1)).eval()
+    prune.l1_unstructured(net.own, "weight", 0.3)
+    with torch.enable_grad():
+        net.own.weight = net.own.weight_orig * net.own.weight_mask
+    fast = sj_tac.convert(net, k=2, example_input=x, inplace=True)
+    found = sj_tac.report(fast)
+    assert (found["conv"].status, found["own"].status) == ("converted", "refused")
+    assert "it cannot be tried" in found["own"].detail
+
+
+def test_linears_are_tried_where_a_policy_speaks_of_them(x, monkeypatch):
+    calls, forward = [], Binary.forward
+    monkeypatch.setattr(Binary, "forward", lambda self, x: (calls.append(x.dtype), forward(self, x))[1])
+    net = nn.Sequential(
+        conv(2, 4), node("lif", **LIF), layer.Flatten(step_mode="m"), Binary(256, 5, step_mode="m"), node("lif", **LIF)
+    )
+    sj_tac.plan(net, example_input=x)
+    assert torch.float64 not in calls
+    sj_tac.plan(net, {"layers": ["conv", "linear"], "default": {"mode": "preserve", "k": 2}}, example_input=x)
+    assert torch.float64 in calls
 
 
 def test_without_an_example_none_is_taken_and_the_reason_says_so():

@@ -139,6 +139,9 @@ def test_the_gradient_of_steps_that_a_pool_takes_means_of_is_refused(look, betwe
     """Nothing reads these frames: the kernel pools every step, and only then takes the mean."""
     for policy, fuse in ((("collapse", 4), True), (("collapse", 4), False), (("preserve", 4), True)):
         net = sj_tac.convert(Net(*between).eval(), *policy, fuse=fuse)
+        for module in net.modules():
+            if hasattr(module, "v_threshold"):
+                module.train()
         before = net(x).detach()
         functional.reset_net(net)
         handle = net.features[2].register_forward_hook(lambda m, args, out: (LOOKS[look](out), None)[1])
