@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -230,7 +231,8 @@ def _held_by_functions(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Attributes that are functions which a forward calls, and the module of the model that each has in its closure."""
     names = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules():
-        called = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+        # Statically: a ScriptModule's class makes its forward when asked.
+        called = getattr(getattr(inspect.getattr_static(type(module), "forward"), "__code__", None), "co_names", ())
         for key, value in vars(module).items():
             for cell in _closures(value) if key in called or hasattr(type(module), key) else ():
                 if isinstance(cell, nn.Module) and cell in names:
