@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -210,9 +211,22 @@ def _batches(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(chance < 0.4, 0.0, 64 * a - 32), (spikes < 0.4).double()
 
 
+class _WritesError(Exception):
+    """A forward wrote into what it was handed."""
+
+
+def _untouched(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``call`` of ``x``, which it must leave as it is: sums and drives have other readers. Raises _WritesError."""
+    given = x.clone()
+    found = call(given)
+    if not torch.equal(given, x):
+        raise _WritesError
+    return found
+
+
 def _affine_problem_of(wide: nn.Module, x: Tensor, training: bool = False) -> str:
     def run(frames: Tensor) -> Tensor:
-        return _run(wide, frames, training)
+        return _untouched(lambda given: _run(wide, given, training), frames)
 
     if _is_affine(wide, x, training):
         return ""
@@ -226,6 +240,8 @@ def _affine_problem_of(wide: nn.Module, x: Tensor, training: bool = False) -> st
             return f"it is not affine{when}"
         alone = torch.cat([run(part) for part in (a[:1], a[1:]) if len(part)])
         turned = run(a.flip(1)).flip(1) if x.dim() > 4 else together
+    except _WritesError:
+        return f"it writes into what it is handed{when}"
     except Exception as error:
         return f"{RAISES} {list(x.shape)} or on a part of them{when} ({type(error).__name__}: {error})"
     same = alone.shape == together.shape and torch.allclose(alone, together, rtol=1e-6, atol=1e-6)
@@ -245,7 +261,7 @@ def _is_affine(wide: nn.Module, x: Tensor, training: bool) -> bool:
         if fresh is not None:
             fresh.eval()
         left, right, first, others = (
-            _run(wide, part, training) if fresh is None else _called(fresh, part)
+            _untouched(lambda given: _run(wide, given, training) if fresh is None else _called(fresh, given), part)
             for part in (a, b, single, rest.flip(1) if inner else rest)
         )
         expected, others = 0.25 * left + 0.75 * right, others.flip(1) if inner else others

@@ -135,6 +135,7 @@ REFUSED = {
     "dropout": (bent("Dropping", lambda self, x, f: F.dropout(f(x), 0.5, self.training)), "look at each other in training"),
     "norm": (WithNorm, "in training"),
     "neuron": (WithNeuron, "it is not affine"),
+    "written input": (bent("Writing", lambda self, x, f: f(x.mul_(0.5))), "it writes into what it is handed"),
     "per step": (PerStep, "its samples or steps look at each other"),
     "two outputs": (bent("Pair", lambda self, x, f: (f(x), x)), "it does not run on"),
 }
