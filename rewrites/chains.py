@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from rewrites.graph import Graph, Node
-from rewrites.kinds import CARRIES_DRIVES, SUMS, Kind
+from rewrites.kinds import CARRIES_DRIVES, SHAPES, SUMS, Kind
 from rewrites.layouts import Layout
 from rewrites.operations import site_layer
 from sj_tac import host
@@ -243,7 +243,7 @@ class _Finder:
         direct, node = True, site
         while True:
             readers = self.graph.readers(node)
-            if len(readers) != 1 or readers[0].kind in (*SUMS, Kind.SITE, Kind.RESHAPE) or readers[0].module is None:
+            if len(readers) != 1 or readers[0].kind in (*SUMS, Kind.SITE, *SHAPES) or readers[0].module is None:
                 direct = False
                 break
             node = readers[0]
@@ -333,7 +333,7 @@ class _Finder:
         if reader.kind is Kind.READOUT:
             return _Reach(readout=True)
         if reader.kind is Kind.MAX_POOL:
-            return replace(self.known[reader.index], max_pool=str(reader.module))
+            return replace(self.known[reader.index], max_pool=reader.module or reader.label)
         return _Reach(problem=self.obstacle(reader))
 
     def obstacle(self, reader: Node) -> Refusal:

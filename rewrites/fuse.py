@@ -202,8 +202,7 @@ def _folds_only(before: Node, after: Node) -> bool:
     """True where an operation folds time into the batch and changes nothing else, or copies."""
     if after.kind is Kind.LINEAR and after.module is None:
         return after.label.partition("(")[0] in _COPIES and before.shape == after.shape and before.shape is not None
-    folds = after.kind is Kind.RESHAPE and after.folded and not before.folded
-    return folds and before.shape is not None and after.shape is not None and before.shape[2:] == after.shape[1:]
+    return after.kind is Kind.FOLD and after.folded
 
 
 def _wants(place: DrivePlace) -> tuple[int, str, bool]:

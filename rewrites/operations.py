@@ -21,16 +21,44 @@ from rewrites.maps import map_kind
 from sj_tac import host
 from sj_tac.runtime.swaps import clash
 
-_SUMS = {operator.add, operator.iadd, operator.sub, operator.isub, torch.add, torch.sub, "add", "add_", "sub", "sub_"}
+_SUMS = {
+    operator.add,
+    operator.iadd,
+    operator.sub,
+    operator.isub,
+    torch.add,
+    torch.sub,
+    "add",
+    "add_",
+    "sub",
+    "sub_",
+    "__iadd__",
+    "__isub__",
+}
 _CATS = {torch.cat, torch.concat, torch.concatenate}
-_SCALINGS = {operator.mul, operator.imul, operator.truediv, operator.itruediv, torch.mul, torch.div, "mul", "mul_", "div"}
+_SCALINGS = {
+    operator.mul,
+    operator.imul,
+    operator.truediv,
+    operator.itruediv,
+    torch.mul,
+    torch.div,
+    "mul",
+    "mul_",
+    "div",
+    "__imul__",
+    "__itruediv__",
+}
 _PRODUCTS = {operator.mul, torch.mul}
 _DIVISIONS = {operator.truediv, operator.itruediv, torch.div, "div"}
 # To a dtype, as the sample has it: rounding is alike for all frames.
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type_as"}
 _COPIES = {"contiguous", "clone", "detach", operator.pos, operator.neg, torch.neg, torch.clone, torch.detach, "neg"}
-_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_"}
+_WRITTEN_OUT = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_", *_WRITTEN_OUT}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+# Those that return indices are other functions.
+_MAX_POOLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d}
 _FLATTENS = {torch.flatten, "flatten"}
 _RESHAPES = {
     torch.reshape,
@@ -151,7 +179,9 @@ def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.No
     unclear = ahead and constant.op != "get_attr" and 1 in (sample.steps, sample.batch)
     if unclear or any(size != 1 for size in shape[:ahead]) or (constant is first and node.target in _DIVISIONS | _IN_PLACE):
         return Kind.FIXED
-    return Kind.WRITTEN if node.target in _IN_PLACE else Kind.AFFINE
+    # In another call such a tensor may have a size of 1 where it has a time or a batch: none but a parameter may say so.
+    spread = ahead and not constant.meta.get("parameter")
+    return Kind.WRITTEN if spread or node.target in _IN_PLACE else Kind.AFFINE
 
 
 def _written_kind(node: fx.Node, inputs: int) -> Kind:
@@ -271,7 +301,7 @@ def _shape_kind(node: fx.Node, others: list[Any], sample: Sample | None) -> Kind
     before, after = _layouts(node, sample)
     if Layout.FOLDED in (before, after) and target in _RESHAPES:
         # Time is folded, unfolded or stays folded: elements keep their order, so the first dimensions tell.
-        return Kind.FIXED if Layout.OTHER in (before, after) else Kind.RESHAPE
+        return Kind.FIXED if Layout.OTHER in (before, after) else _reshape_kind(node, before, after)
     folded = before is Layout.FOLDED
     if target in _FLATTENS:
         start = node.kwargs.get("start_dim", others[0] if others else 0)
@@ -289,7 +319,20 @@ def _shape_kind(node: fx.Node, others: list[Any], sample: Sample | None) -> Kind
         return Kind.RESHAPE if _are_inner([dim], node, sample) else Kind.FIXED
     if folded and after is Layout.FOLDED and target in _RESIZES | _INTERPOLATES:
         return Kind.LINEAR
+    if folded and after is Layout.FOLDED and target in _MAX_POOLS:
+        return Kind.MAX_POOL
     return _kept_kind(node, others, folded)
+
+
+def _reshape_kind(node: fx.Node, before: Layout, after: Layout) -> Kind:
+    """Of a reshape between these: of time alone, of nothing, or of each frame."""
+
+    def frame(node: fx.Node, layout: Layout) -> tuple[int, ...]:
+        return tuple(node.meta["shape"][1 if layout is Layout.FOLDED else 2 :])
+
+    if frame(node.all_input_nodes[0], before) != frame(node, after):
+        return Kind.RESHAPE
+    return Kind.LINEAR if before is after else Kind.FOLD
 
 
 def _kept_kind(node: fx.Node, others: list[Any], folded: bool) -> Kind:
@@ -299,7 +342,8 @@ def _kept_kind(node: fx.Node, others: list[Any], folded: bool) -> Kind:
     if any(shape is None or len(shape) < 2 for shape in shapes) or shapes[0][:kept] != shapes[1][:kept]:
         return Kind.FIXED
     if target in _RESHAPES:
-        return Kind.RESHAPE
+        layout = Layout.FOLDED if folded else Layout.TIME
+        return _reshape_kind(node, layout, layout)
     if target is F.pad:
         pad = node.kwargs.get("pad", others[0] if others else None)
         pad = _flat(node.args[1:2] or [pad])

@@ -17,7 +17,7 @@ from torch import nn
 from rewrites import weights
 from rewrites.chains import Chain
 from rewrites.graph import Graph, Node
-from rewrites.kinds import CARRIES_SPANS, CARRIES_SUMS, Kind
+from rewrites.kinds import CARRIES_SPANS, CARRIES_SUMS, SHAPES, Kind
 from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
@@ -75,7 +75,8 @@ class Layout:
         refused: of a conv, why; stretched: what runs at the rate of a collapse without being converted.
         affine: registered modules that drives may pass.
         heads: of the units, the neurons of Linear layers that nobody converts: their steps run as one operator, too.
-        early: of a conv, what ends its collapse before it reaches a neuron; emits_groups: the output keeps T / k frames.
+        early: of a conv, what ends its collapse before it reaches a neuron.
+        emits: what a frame of the output stands for, where that keeps T / k frames.
     """
 
     drives: dict[str, DrivePlace] = field(default_factory=dict)
@@ -88,9 +89,14 @@ class Layout:
     refused: dict[str, Refusal] = field(default_factory=dict)
     stretched: dict[str, Span] = field(default_factory=dict)
     early: dict[str, str] = field(default_factory=dict)
-    emits_groups: bool = False
+    emits: Span | None = None
     affine: tuple[str, ...] = ()
     heads: frozenset[str] = frozenset()
+
+    @property
+    def emits_groups(self) -> bool:
+        """True where the output keeps T / k frames."""
+        return self.emits is not None
 
     @property
     def folds(self) -> bool:
@@ -193,7 +199,7 @@ class _Walk:
                 return None
         return Layout(
             self.drives, self.units, self.norms, frozenset(self.aggregated), self.means, tuple(self.before),
-            tuple(self.ends), self.refused, self.stretched, self.early, self.emits_groups(), self.registered_affine(),
+            tuple(self.ends), self.refused, self.stretched, self.early, self.emits(), self.registered_affine(),
             frozenset(self.heads),
         )  # fmt: skip
 
@@ -245,10 +251,12 @@ class _Walk:
         named = {str(node.module) for node in self.graph.nodes if node.kind is Kind.AFFINE and node.module is not None}
         return tuple(sorted(n for n in named if host.is_registered_affine(self.modules[n]) or is_affine(self.modules[n])))
 
-    def emits_groups(self) -> bool:
+    def emits(self) -> Span | None:
         outputs = [n for n in self.graph.nodes if n.kind is Kind.OUTPUT]
         opened = [d for d in self.drives.values() if d.settings.mode == "collapse"]
-        return bool(opened) and all(len(n.inputs) == 1 for n in outputs) and opened[-1].settings.emit == "groups"
+        if not opened or not all(len(n.inputs) == 1 for n in outputs) or opened[-1].settings.emit != "groups":
+            return None
+        return self.spans[outputs[0].index] if outputs else PLAIN
 
     def take(self, chain: Chain, node: Node, span: Span) -> None:
         """Convert a chain at this place of the time axis, or refuse it."""
@@ -285,7 +293,7 @@ class _Walk:
             for reader in self.graph.readers(ahead.pop()):
                 if reader.kind is Kind.NORM and reader.once:
                     names.add(str(reader.module))
-                if reader.kind in (Kind.NORM, Kind.LINEAR, Kind.AFFINE, Kind.RESHAPE, Kind.WRITTEN):
+                if reader.kind in (Kind.NORM, Kind.LINEAR, Kind.AFFINE, *SHAPES, Kind.WRITTEN):
                     ahead.append(reader)
                 if reader.kind is Kind.AFFINE and reader.module in self.registered_affine():
                     names |= self.inner_norms(str(reader.module))
@@ -362,7 +370,7 @@ class _Walk:
                 upto, found = len(path), node
         behind = self.max_pool_behind(found)
         if behind is not None:
-            return [], f"its MaxPool {behind.module!r} pools more than this neuron's spikes"
+            return [], f"its MaxPool {behind.module or behind.label!r} pools more than this neuron's spikes"
         return path[:upto], ""
 
     def max_pool_behind(self, start: Node) -> Node | None:
@@ -371,7 +379,7 @@ class _Walk:
         while ahead:
             for reader in self.graph.readers(ahead.pop()):
                 pool = self.modules.get(str(reader.module))
-                if isinstance(pool, host.ANY_MAX_POOLS):
+                if reader.kind is Kind.MAX_POOL or isinstance(pool, host.ANY_MAX_POOLS):
                     return reader
                 if reader.kind in (*CARRIES_SUMS, Kind.ADDED, Kind.AFFINE) and reader.index not in seen:
                     seen.add(reader.index)

@@ -44,7 +44,7 @@ def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
             with_kwargs=True,
         ),
         # In front of the user's own hooks, which then see ordinary frames.
-        model.register_forward_hook(Leave(borders, layout.emits_groups), prepend=True, always_call=True),
+        model.register_forward_hook(Leave(borders, layout.emits), prepend=True, always_call=True),
     ]
     modules = dict(model.named_modules())
     looking = {n for c in plan.chains.values() if isinstance(c, Chain) and c.folded for n in c.neurons}

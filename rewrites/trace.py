@@ -205,6 +205,7 @@ class _ValueTracer(_LeafTracer):
             held = self._value(kind, target, (), {})
             if isinstance(held, Tensor):
                 node.meta["shape"], node.meta["dtype"] = tuple(held.shape), held.dtype
+                node.meta["parameter"] = isinstance(held, nn.Parameter)
         return node
 
     def write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:

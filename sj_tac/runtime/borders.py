@@ -98,7 +98,8 @@ class Borders:
     Attributes:
         call: T and N of the net's call that is running, for frames that were folded before they became values; else None.
         last: those of the call before, for what autograd runs again (checkpoints).
-        fused: values may pass; False is the definition.
+        fused: modules may leave to others what they would do themselves; False is the definition: every module does its own
+            work on frames, which say what they stand for where time is collapsed.
         alike: it is looked whether frames are one frame T times over, where the trace says so.
         collapses: time is collapsed somewhere, so that what gets ordinary frames and what gets values are not the same.
         watched: when the net was last called while autograd recorded, or collapses, something stood between its modules that
@@ -118,15 +119,20 @@ class Borders:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"call": None, "last": None, "entered": False, "root": None}
 
+    @property
+    def passes(self) -> bool:
+        """Whether values pass at all."""
+        return self.fused or self.collapses
+
     def enter(self, model: nn.Module) -> None:
         """Look at the net whose call begins."""
         self.entered = True
-        if self.fused and (torch.is_grad_enabled() or (self.collapses and "torch._dynamo" in sys.modules)):
+        if self.passes and (torch.is_grad_enabled() or (self.collapses and "torch._dynamo" in sys.modules)):
             self.watched = is_watched(model)
 
     def look(self) -> None:
         """Look at the net where a part of it is called by itself, and begins here: it is handed an ordinary tensor."""
-        if self.fused and (self.collapses or torch.is_grad_enabled()):
+        if self.passes and (self.collapses or torch.is_grad_enabled()):
             root = None if self.root is None else self.root()
             # A part that was copied alone knows no net.
             self.watched = self.watched if root is None else is_watched(root)
@@ -152,9 +158,12 @@ class Borders:
 
     @property
     def are_plain(self) -> bool:
-        """True where every module must give ordinary frames: compiled, traced, transformed, or watched while recording."""
+        """True where every module must give ordinary frames: compiled, traced, transformed, or watched while recording.
+
+        The definition of what is preserved needs no more than these, either.
+        """
         return (
-            not self.fused
+            not self.passes
             or bool(every_module._global_forward_hooks or every_module._global_forward_pre_hooks)
             or torch.compiler.is_compiling()
             or (self.watched and (self.collapses or torch.is_grad_enabled()))

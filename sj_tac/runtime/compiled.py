@@ -22,9 +22,20 @@ from sj_tac.kernels.weights import merged_steps
 # The oldest torch that sj_tac runs on has none.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 # From here on torch answers, while it compiles, whether a size is a number.
+EAGER: list[bool] = []
 ANSWERS = TorchVersion(torch.__version__) >= "2.8"
 # Weights of the frames of a group.
 Row = Sequence[float | Tensor]
+
+
+def run_eagerly(cls: Any) -> None:
+    """Keep torch.compile out of what values of ``cls`` do: a function that the user compiled may be handed one.
+
+    Not before torch.compile is imported, which takes seconds and most never need.
+    """
+    dispatch = cls.__dict__["__torch_function__"].__func__
+    cls.__torch_function__ = classmethod(torch.compiler.disable(dispatch))  # type: ignore
+    EAGER.append(True)
 
 
 def is_free(x: Tensor) -> bool:

@@ -112,7 +112,7 @@ class DriveModule(Matchable):
                 wanted = drive.wants(single(steps), (x.dtype, x.device), logits)
                 assert wanted is not None
                 drive.ran, summed, groups = "frames", drive.aggregate(frames, wanted), wanted.groups
-        y = self._run(summed, x, wanted)
+        y = self._run(summed, x, wanted) if drive.borders.fused else DriveModule._run(self, summed)
         drive.seen = (steps, summed.shape if self._counts_input else y.shape)
         return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
 

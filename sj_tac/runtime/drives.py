@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,7 @@ class Drive:
     """A converted conv: ``k`` source steps share one drive.
 
     Attributes:
-        node: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
+        planned: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
         span: what the trace says of the frames in front of it.
         repeated: the trace says that they are one frame T times over; a call looks whether they are.
         dtype: what the convolution computes in, where that is not the net's own; outside of autocast.
@@ -42,7 +43,7 @@ class Drive:
     """
 
     name: str
-    node: nn.Module
+    planned: InitVar[nn.Module]
     borders: Borders
     mode: str = "preserve"
     k: int = 2
@@ -62,8 +63,28 @@ class Drive:
     packing: Packing = field(default_factory=Packing, repr=False)
     _cache: dict[Any, Sums] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self, planned: nn.Module) -> None:
+        self._hold(planned)
+
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cache": {}, "declined": None, "packing": Packing(), "made": Counter(self.made)}
+        state = self.__dict__ | {"_cache": {}, "declined": None, "packing": Packing(), "made": Counter(self.made)}
+        del state["_neuron"], state["_twin"]
+        return state | {"node": self.node}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._hold(self.__dict__.pop("node"))
+
+    def _hold(self, node: nn.Module) -> None:
+        """Note a neuron, without keeping it alive where it is replaced: the host's ``reset_net`` looks for that."""
+        self._neuron, self._twin = weakref.ref(node), object.__new__(type(node))
+        self._twin.__dict__ = node.__dict__
+
+    @property
+    def node(self) -> nn.Module:
+        """The neuron; where that is gone, another object with all that it held."""
+        node = self._neuron()
+        return self._twin if node is None else node
 
     @property
     def fits(self) -> str:
@@ -208,7 +229,7 @@ class Drive:
         if x.means is not None:
             first = x.means.steps[0]
             whole = self.k <= first or self.k % first == 0 or len(x.means.steps) == 1
-            return whole and (x.means == groups or groups.split(x.means) is not None)
+            return whole and (x.means == groups or groups.split(x.means) is not None or x.means.split(groups) is not None)
         return groups.steps is not groups.frames or self._gives_back(groups.steps[0])
 
     def _gives_back(self, steps: int) -> bool:
@@ -224,11 +245,11 @@ class Drive:
         apart = self.mode == "collapse" and 1 < self.k < first
         if x.means is None and (apart or not self._gives_back(first)):
             wanted = groups.stepwise()
-        made = x.expression.split(wanted)
+        made = x.expression.split(wanted) or x.expression.joined(wanted)
         assert made is not None
         return wanted, made.mapped()
 
-    def emit(self, y: Tensor | Later, groups: Groups, x: Any, folded: int | None = None) -> Shared:
+    def emit(self, y: Tensor | Later, groups: Groups, x: Any, folded: int | None = None) -> Tensor:
         """The value of drives ``y``, one for each of ``groups``, of what came as ``x``; ``folded``: N, where it folds."""
         means = x.means if isinstance(x, Shared) and not x.is_written else None
         collapses = self.mode == "collapse" and groups.steps[0] > 1 and (self.k > 1 or means is not None)
@@ -238,7 +259,7 @@ class Drive:
         value.__dict__["maker"] = self
         if collapses and self.merges:
             value.merges, value.normalize, value.means = True, self.normalize, None
-        return value
+        return value if self.borders.fused else value.defined()
 
 
 def _number(source: Tensor, recorded: bool = False) -> tuple[float, ...] | None:

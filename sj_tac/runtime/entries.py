@@ -53,6 +53,12 @@ def inner(x: Frames) -> int:
     return 2 if x.folded is None else 1
 
 
+def is_collapsed(x: Any) -> bool:
+    """True for shared frames that say what a neuron behind is to do with collapsed time."""
+    groups = x.expression.groups
+    return x.means is not None or x.merges or groups.frames is not groups.steps
+
+
 def per_frame(x: Any, function: Function, linear: bool) -> Any:
     """``function`` of every frame, on the compact form; ``linear``: weighted sums of frames may stand for them.
 
@@ -88,6 +94,9 @@ def with_constant(function: Callable[..., Any], a: Any, b: Any) -> Any:
         return NotImplemented
     ahead = max(0, constant.dim() - len(x.dims) + inner(x))
     if constant.dim() > len(x.dims) or any(size != 1 for size in constant.shape[:ahead]):
+        return NotImplemented
+    # Such a size may be 1 in this call alone. Frames know better; collapsed time ends there, whatever it is.
+    if ahead and is_collapsed(x) and not isinstance(constant, torch.nn.Parameter):
         return NotImplemented
     return per_frame(x, (lambda t: function(t, constant)) if x is a else (lambda t: function(constant, t)), False)
 

@@ -48,6 +48,31 @@ class Later(Protocol):
         """The tensor."""
 
 
+class Maker(Protocol):
+    """Who made a value; hears of it when its frames had to be made, and who asked for them."""
+
+    def frames_made(self, reader: str) -> None: ...
+
+    def pools_means(self, pooled: Any) -> bool: ...
+
+
+class Reading:
+    """A function of frames, whenever somebody reads it: the frames may want a gradient by then."""
+
+    __slots__ = ("_frames", "_function", "device", "dtype", "shape")
+
+    def __init__(self, frames: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+        self._frames, self._function = frames, function
+        with torch.no_grad():
+            made = function(frames)
+        self.shape, self.dtype, self.device = made.shape, made.dtype, made.device
+
+    def make(self) -> Tensor:
+        """What it is by now."""
+        with torch.set_grad_enabled(self._frames.requires_grad):
+            return self._function(self._frames)
+
+
 class SharedExpression(Expression):
     """``repeat(map(compact)) + residual``: what converted convolutions give.
 
@@ -91,6 +116,11 @@ class SharedExpression(Expression):
         if counts is None:
             return None
         return SharedExpression(reference.repeat(self.mapped(), counts), finer, None, self.residual)
+
+    def joined(self, coarser: Groups) -> SharedExpression | None:
+        """The same with a compact frame for each of ``coarser``'s, whose frames are alike; None where one would be cut."""
+        counts = coarser.split(self.groups)
+        return None if counts is None else SharedExpression(reference.mean_of_alike(self.mapped(), counts), coarser)
 
     def on(self, *inputs: Tensor) -> Tensor:
         compact, rest = inputs[0], inputs[1:]

@@ -121,7 +121,7 @@ class NormModule(_LearningNorm):
         expression = x.expression
         if recorded:
             x.note_use()
-        if not self.training and expression.affine is None:
+        if not self.training and expression.affine is None and self._tac.borders.fused:
             backend = getattr(x.maker, "backend", "auto")
             if held["_buffers"]["running_mean"].device.type == "cpu" and backend not in backends.ON_CUDA:
                 # A value came: the call is neither compiled, traced nor transformed.
@@ -245,7 +245,8 @@ class _PoolModule(nn.Module):
             if x.means is not None:
                 steps = self._pooled(_steps(x, x.means, pool.name))
                 if pool.means:
-                    return Shared.of(SharedExpression(reference.mean(steps, x.means.steps), x.means), x.means)
+                    value = Shared.of(SharedExpression(reference.mean(steps, x.means.steps), x.means), x.means)
+                    return value if pool.borders.fused else value.defined()
                 return pending(steps, x.means)
         if not (pool.means and pool.borders.are_plain):
             return self._pooled(x)

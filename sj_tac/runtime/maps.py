@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sj_tac.host.dispatch import PLAIN
 from sj_tac.runtime.entries import Handlers, entering, inner, per_frame
-from sj_tac.runtime.values import Frames, Shared, Spikes
+from sj_tac.runtime.values import Frames, Shared
 
 MAPS: Handlers = {}
 handles = entering(MAPS)
@@ -40,16 +40,6 @@ def sums_within_frames(args: list[Any], which: int, kept: int) -> bool:
     return len(frames) > kept and right[:kept] == front and once
 
 
-def _carries(x: Any) -> bool:
-    """Whether a value may pass: intact, and no collapsed time that was folded, which ends there in the trace."""
-    if not isinstance(x, Frames) or not x.intact:
-        return False
-    collapsed = isinstance(x, (Shared, Spikes)) and x.means is not None
-    if isinstance(x, Shared):
-        collapsed = collapsed or x.merges or x.expression.groups.frames is not x.expression.groups.steps
-    return x.folded is None or not collapsed
-
-
 def _dims(given: Any) -> list[int]:
     """Dimensions, given one by one or as one sequence; empty where they are anything else."""
     dims = [*given[0]] if len(given) == 1 and isinstance(given[0], (list, tuple)) else [*given]
@@ -62,7 +52,7 @@ def _move(function: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
     rolls = function in (torch.roll, Tensor.roll)
     given = (kwargs["dims"],) if "dims" in kwargs else others[rolls:]
-    if not _carries(x) or set(kwargs) - {"dims", "shifts"}:
+    if not isinstance(x, Frames) or not x.intact or set(kwargs) - {"dims", "shifts"}:
         return NotImplemented
     dims, rank = _dims(given), len(x.dims)
     if not dims or not all(-rank <= d < rank and d % rank >= inner(x) for d in dims):
@@ -76,7 +66,7 @@ def _take(function: Any, args: Any, kwargs: Any) -> Any:
     x, *others = args
     at = 1 if function in (torch.repeat_interleave, Tensor.repeat_interleave) else 0
     dim = kwargs.get("dim", others[at] if len(others) > at else None)
-    if not isinstance(x, Shared) or not _carries(x) or type(dim) is not int or dim % len(x.dims) < inner(x):
+    if not isinstance(x, Shared) or not x.intact or type(dim) is not int or dim % len(x.dims) < inner(x):
         return NotImplemented
     if any(isinstance(a, Frames) for a in (*others, *kwargs.values())):
         return NotImplemented
@@ -87,7 +77,7 @@ def _take(function: Any, args: Any, kwargs: Any) -> Any:
 def _shuffle_channels(function: Any, args: Any, kwargs: Any) -> Any:
     """Channels of folded frames in another order."""
     x, *others = args
-    if not _carries(x) or x.folded is None:
+    if not isinstance(x, Frames) or not x.intact or x.folded is None:
         return NotImplemented
     return per_frame(x, lambda t: function(t, *others, **kwargs), True)
 
@@ -100,7 +90,7 @@ def _multiply(function: Any, args: Any, kwargs: Any) -> Any:
     a, b = reversed(args) if function is Tensor.__rmatmul__ else args
     first = isinstance(a, Frames)
     x, constant = (a, b) if first else (b, a)
-    if not isinstance(x, Shared) or not _carries(x) or type(constant) not in PLAIN:
+    if not isinstance(x, Shared) or not x.intact or type(constant) not in PLAIN:
         return NotImplemented
     if not multiplies_within(constant.dim(), len(x.dims) - inner(x), first):
         return NotImplemented
@@ -111,7 +101,7 @@ def _multiply(function: Any, args: Any, kwargs: Any) -> Any:
 def _einsum(function: Any, args: Any, kwargs: Any) -> Any:
     """A sum over products with a constant, within each frame."""
     which = next((i for i, a in enumerate(args[1:]) if isinstance(a, Frames)), -1)
-    if kwargs or which < 0 or not isinstance(args[1 + which], Shared) or not _carries(args[1 + which]):
+    if kwargs or which < 0 or not isinstance(args[1 + which], Shared) or not args[1 + which].intact:
         return NotImplemented
     x = args[1 + which]
     if not sums_within_frames(list(args), which, inner(x)) or type(args[2 - which]) not in PLAIN:

@@ -160,7 +160,8 @@ class UnitModule(neuron.BaseNode):
             self._look_at(x_seq)
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
-        if not torch.is_grad_enabled() and not args and not kwargs:
+        fused = unit.borders.fused
+        if fused and not torch.is_grad_enabled() and not args and not kwargs:
             short: Any = straight.run if type(x_seq) is Shared else straight.run_features if unit.head else None
             found = None if short is None else short(self, unit, x_seq)
             if found is not None:
@@ -172,8 +173,8 @@ class UnitModule(neuron.BaseNode):
         if surrogate is not None and (surrogate._forward_hooks or surrogate._forward_pre_hooks):
             problem = "a hook watches its surrogate function"
         shared = x_seq if isinstance(x_seq, Shared) and x_seq.folded is None and x_seq.intact else None
-        if problem:
-            unit.ran, unit.gave = problem, "plain"
+        if problem or not fused:
+            unit.ran, unit.gave = problem or reference.NAME, "plain"
             if args or kwargs:
                 return super().multi_step_forward(ordinary(x_seq, unit.name), *args, **kwargs)
             return self._steps(ordinary(x_seq, unit.name)) if shared is None else self._by_the_host(shared)
@@ -193,6 +194,10 @@ class UnitModule(neuron.BaseNode):
 
     def _by_the_host(self, x: Shared) -> Tensor:
         """Run the host's own steps on a value's frames, and note of what comes out what ``fire`` would."""
+        given = self._noted(x)
+        return given if self._tac.borders.fused or not isinstance(given, Shared) else given.defined()
+
+    def _noted(self, x: Shared) -> Tensor:
         unit, groups = self._tac, x.expression.groups
         frames = x.frames(unit.name)
         if x.merges:
@@ -295,7 +300,11 @@ class UnitModule(neuron.BaseNode):
         inner = Shared.of(SharedExpression(out, means), means)
         if pool is None:
             return inner
-        frames = over(run.again(None, weights, size), lambda t: reference.repeat(t, means.frames))
+        # Behind a MaxPool the mean is taken there: whoever reads the frames in front of it gets those of the steps.
+        again, stand_for = run.again(None, weights, size), means.frames
+        if unit.pools_later:
+            again, stand_for = run.again(None, None, 1), means.stepwise().frames
+        frames = over(again, lambda t: reference.repeat(t, stand_for))
         value = Spikes.of(frames, shape, out, pooled=(host.pool_window(pool) or (), inner))
         value.maker = unit
         return value

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sj_tac.errors import ExportError
 from sj_tac.host import dispatch
-from sj_tac.runtime.borders import Axes, Borders
+from sj_tac.runtime.borders import Axes, Borders, Span
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.runtime.table import as_plain
 from sj_tac.runtime.values import Shared, ordinary
@@ -60,19 +60,24 @@ class Leave:
     """Forward hook of the converted net: ordinary frames leave it, or one for each group where that was asked for.
 
     It is called after an error, too, with None.
+
+    Args:
+        emits: what a frame of the output stands for by the trace, where there should be one for each group; else None.
     """
 
     of_sj_tac = True
 
-    def __init__(self, borders: Borders, emits_groups: bool) -> None:
-        self.borders, self.emits_groups = borders, emits_groups
+    def __init__(self, borders: Borders, emits: Span | None) -> None:
+        self.borders, self.emits = borders, emits
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         self.borders.last, self.borders.call = self.borders.call, None
         if not dispatch.is_compiling():
             self.borders.entered = False
-        if self.emits_groups and isinstance(output, Shared):
+        if self.emits is not None and isinstance(output, Shared):
             return compact_frames(output)
+        if self.emits is not None and self.borders.are_plain and isinstance(output, Tensor):
+            return output[:: self.emits.factor]
         return as_plain(output)
 
 
@@ -97,12 +102,13 @@ class Ordinary:
 def compact_frames(x: Shared) -> Tensor:
     """One frame for each group behind a collapse; ordinary frames of any other value."""
     groups = x.expression.groups
-    collapsed = x.means == groups or groups.frames is not groups.steps
-    return (
-        x.expression.mapped()
-        if collapsed and x.is_bare and x.intact and x.folded is None
-        else x.frames("the model's output")
-    )
+    if x.is_bare and x.intact and x.folded is None:
+        if x.means == groups or groups.frames is not groups.steps:
+            return x.expression.mapped()
+        joined = None if x.means is None else x.expression.joined(x.means)
+        if joined is not None:
+            return joined.mapped()
+    return x.frames("the model's output")
 
 
 def link(model: nn.Module, readers: Mapping[str, str], direct: Mapping[str, str]) -> None:

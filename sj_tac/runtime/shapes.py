@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import InputError
-from sj_tac.runtime.entries import Function, Handlers, entering, inner, per_frame, viewed
+from sj_tac.runtime.entries import Function, Handlers, entering, inner, is_collapsed, per_frame, viewed
 from sj_tac.runtime.expressions import Made
 from sj_tac.runtime.values import Frames, Shared, Spikes
 
@@ -45,14 +45,18 @@ def _moved(x: Any, function: Function, strided: bool = False) -> Any:
 
     ``strided``: elements of the view do not lie in order.
     """
-    if isinstance(x, (Shared, Spikes)) and x.means is not None:
-        return NotImplemented
-    if isinstance(x, Shared) and (x.merges or x.expression.groups.frames is not x.expression.groups.steps):
+    if is_collapsed(x) if isinstance(x, Shared) else isinstance(x, Spikes) and x.means is not None:
         return NotImplemented
     found = viewed(x, function)
     if isinstance(found, Frames) and (strided or x._strided):
         found._strided = True
     return found
+
+
+def _same_frames(x: Frames, sizes: list[int]) -> Any:
+    """Frames of other dimensions, or of the same."""
+    way = viewed if sizes == [*x.dims] else _moved
+    return way(x, lambda t: t.reshape(t.shape[0], *sizes[1:]))
 
 
 def _batch(x: Frames) -> int:
@@ -81,9 +85,9 @@ def _reshaped(x: Frames, shape: Sequence[int], view: Function) -> Any:
         return _refolded(x, None, view)
     # Frames of one sample look the same folded and not: there, a shape has time in front as it had before.
     if x.folded is None and sizes[:2] == [steps, batch]:
-        return _moved(x, lambda t: t.reshape(t.shape[0], *sizes[1:]))
+        return _same_frames(x, sizes)
     if x.folded is not None and sizes[0] == steps * batch:
-        return _moved(x, lambda t: t.reshape(t.shape[0], *sizes[1:]))
+        return _same_frames(x, sizes)
     if sizes[:2] == [steps, batch] or sizes[0] == steps * batch:
         # Folded or unfolded, and another shape behind, in one go.
         first = _refolded(

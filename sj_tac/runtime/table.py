@@ -14,11 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sj_tac.host.dispatch import PLAIN
-from sj_tac.runtime.entries import entering, inner, is_number, is_of_mode, per_frame, viewed, with_constant, with_sums
+from sj_tac.runtime.entries import (
+    entering,
+    inner,
+    is_collapsed,
+    is_number,
+    is_of_mode,
+    per_frame,
+    viewed,
+    with_constant,
+    with_sums,
+)
 from sj_tac.runtime.expressions import SharedExpression, both, over
 from sj_tac.runtime.maps import MAPS
 from sj_tac.runtime.shapes import SHAPES
-from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, ordinary
+from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, on_frames, ordinary, settle
 
 TABLE.update(SHAPES)
 TABLE.update(MAPS)
@@ -46,28 +56,19 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     a, b = args
     in_place = function in _IN_PLACE
-    if isinstance(a, Frames) and is_number(b) and function not in _IN_PLACE and a.intact:
-        return per_frame(a, lambda t: function(t, b), False)
-    if not in_place and type(a if isinstance(b, Frames) else b) in PLAIN:
-        return with_constant(function, a, b)
-    # An ordinary tensor is not noted: anybody may write into it before the sum is used.
-    if (
-        function is Tensor.__rsub__
-        or not all(isinstance(x, Frames) and x.intact and is_of_mode(x) for x in args)
-        or (a is b and in_place)
-        or (a.dims, a.folded) != (b.dims, b.folded)
-        or a.kind != b.kind
-        # Who writes into a view writes into what it is a view of: with frames.
-        or (in_place and (a.folded is not None or a._viewed is not None))
-    ):
+    if not in_place and not (isinstance(a, Frames) and isinstance(b, Frames)):
+        return _add_constant(function, a, b)
+    if function is Tensor.__rsub__ or (a is b and in_place) or not _are_alike(a, b):
         return NotImplemented
+    if in_place and (a.folded is not None or a._viewed is not None or a._made is not None):
+        return _write(function, args)
     plain = torch.sub if function in _MINUS else torch.add
     if isinstance(a, Spikes) and isinstance(b, Spikes):
         sums = {wanted: plain(s, b.sums[wanted]) for wanted, s in a.sums.items() if wanted in b.sums}
         if in_place or not sums:
             return NotImplemented
         return with_sums(both(a.expression, b.expression, plain), a, next(iter(sums.values())), sums, a.folded)
-    if in_place and (not isinstance(a, Shared) or a._made is not None):
+    if in_place and not isinstance(a, Shared):
         return NotImplemented
     found = _sum_of_shared(a, b, plain)
     if found is None:
@@ -80,6 +81,38 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
     made = Shared.of(expression, means, a.folded)
     made.maker = a.maker
     return made
+
+
+def _add_constant(function: Any, a: Any, b: Any) -> Any:
+    """A value and a number behind it, or an ordinary tensor on either side."""
+    if isinstance(a, Frames) and is_number(b):
+        return per_frame(a, lambda t: function(t, b), False) if a.intact else NotImplemented
+    return with_constant(function, a, b) if type(a if isinstance(b, Frames) else b) in PLAIN else NotImplemented
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Whether both are intact values of one shape.
+
+    An ordinary tensor is not noted: anybody may write into it before the sum is used.
+    """
+    if not all(isinstance(x, Frames) and x.intact and is_of_mode(x) for x in (a, b)):
+        return False
+    return bool((a.dims, a.folded, a.kind) == (b.dims, b.folded, b.kind))
+
+
+def _write(function: Any, args: Any) -> Any:
+    """``a += b`` of frames that exist, or are a view: who writes into a view writes into what it is a view of.
+
+    Behind one collapse the frames of both are alike as before, and stay so.
+    """
+    a, b = args
+    if not isinstance(a, Shared) or not is_collapsed(a) or a.merges:
+        return NotImplemented
+    if _of_one_grouping([a, b]) is None:
+        return NotImplemented
+    on_frames(function, args, {})
+    settle(a)
+    return a
 
 
 def _sum_of_shared(a: Any, b: Any, plain: Any) -> tuple[SharedExpression, Any] | None:
@@ -215,7 +248,9 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if dtype is x.kind[0]:
         return x
-    return NotImplemented if torch.is_grad_enabled() else per_frame(x, lambda t: t.to(dtype), False)
+    if torch.is_grad_enabled() and not (isinstance(x, Shared) and is_collapsed(x)):
+        return NotImplemented
+    return per_frame(x, lambda t: t.to(dtype), False)
 
 
 _CASTS = {

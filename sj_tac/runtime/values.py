@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from sj_tac.errors import StaleValueError
-from sj_tac.runtime import attributes
-from sj_tac.runtime.expressions import Expression, SharedExpression
+from sj_tac.kernels import reference
+from sj_tac.runtime import attributes, compiled
+from sj_tac.runtime.expressions import Expression, Maker, Reading, SharedExpression
 from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, POOLED_LATER, SUMMED, writes
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth
 
 below_functions = torch._C.DisableTorchFunctionSubclass
-
-
-class Maker(Protocol):
-    """Who made a value; hears of it when its frames had to be made, and who asked for them."""
-
-    def frames_made(self, reader: str) -> None: ...
-
-    def pools_means(self, pooled: Any) -> bool: ...
 
 
 class Frames(Tensor):
@@ -64,8 +57,8 @@ class Frames(Tensor):
 
     @classmethod
     def _born(cls, expression: Expression, shape: tuple[int, ...], like: Tensor, steps: int, folded: int | None) -> Self:
-        if not _EAGER and "torch._dynamo" in sys.modules:
-            _run_eagerly()
+        if not compiled.EAGER and "torch._dynamo" in sys.modules:
+            compiled.run_eagerly(Frames)
         kind = (like.dtype, like.device)
         recorded = torch.is_grad_enabled()
         made: Self
@@ -98,11 +91,16 @@ class Frames(Tensor):
 
     @property
     def intact(self) -> bool:
-        """True while the value is what its maker gave: frames unwritten, nobody wants their gradient."""
+        """True while the value is what its maker gave: frames unwritten, nobody wants their gradient.
+
+        What something below Python put elsewhere in autograd's graph (a custom Function, a checkpoint) becomes its frames.
+        """
         if self._viewed is not None and not (self._viewed[0].intact and self._viewed[0].expression is self._viewed[1]):
             return False
         if self._made is None:
-            return not torch.is_grad_enabled() or self._is_own_node()
+            if not torch.is_grad_enabled() or self._is_own_node():
+                return True
+            self._made = self.frames()
         return not self._watched and self._made._version == self._as_made
 
     @property
@@ -137,8 +135,9 @@ class Frames(Tensor):
         if not own:
             # Something below Python put the value elsewhere in autograd's graph: take it from there, whoever reads it first.
             with below_functions(), torch.enable_grad():
-                self._made, self._watched = torch.ops.aten.alias(self), True
+                self._made = torch.ops.aten.alias(self)
             self._as_made = self._followed = self._made._version
+            self._watched = not settle(self, self._made)
             return self._made
         exist = self._viewed is None and self.expression.made
         if self._viewed is None and self.maker is not None and not exist:
@@ -176,7 +175,7 @@ class Frames(Tensor):
         with below_functions():
             self.detach_()
         self._node = self._birth = None
-        if not _settle(self, self._made):
+        if not settle(self, self._made):
             self._watched = True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -214,19 +213,6 @@ class Frames(Tensor):
                     )
         args, kwargs = torch.utils._pytree.tree_map(_below, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-_EAGER: list[bool] = []
-
-
-def _run_eagerly() -> None:
-    """Keep torch.compile out of what values do: a function that the user compiled may be handed one.
-
-    Not before torch.compile is imported, which takes seconds and most never need.
-    """
-    dispatch = Frames.__dict__["__torch_function__"].__func__
-    Frames.__torch_function__ = classmethod(torch.compiler.disable(dispatch))  # type: ignore
-    _EAGER.append(True)
 
 
 def _below(x: Any) -> Any:
@@ -275,6 +261,15 @@ class Shared(Frames):
         held = made.__dict__
         held["maker"], held["merges"], held["normalize"] = self.maker, self.merges, self.normalize
         return made
+
+    def defined(self) -> Tensor:
+        """The frames themselves, which say what they stand for where time is collapsed."""
+        groups = self.expression.groups
+        if groups.frames is groups.steps and not self.merges:
+            if self.means is None:
+                return self.frames()
+            settle(self)
+        return self
 
     @property
     def is_bare(self) -> bool:
@@ -363,25 +358,35 @@ def _watch(x: Frames, func: Any, reader: str) -> Tensor:
     if isinstance(x, Spikes) and (x.means is not None or (x.pooled and x.maker and x.maker.pools_means(x.pooled[1]))):
         raise StaleValueError(f"{reader}: {POOLED_LATER}")
     frames = x.frames(reader)
-    if x._viewed is not None or x.folded is not None or not x.intact or not _settle(x, frames):
-        x._watched = True
-        if x._viewed is not None:
-            x._viewed[0]._watched = True
+    value: Frames | None = x
+    while value is not None:
+        base = None if value._viewed is None else value._viewed[0]
+        if not value.intact or not settle(value, value.frames(reader)):
+            value._watched = True
+        value = base
     return frames
 
 
-def _settle(x: Frames, frames: Tensor) -> bool:
-    """Make a value one of its own frames, whose mark of a collapse stays; False where it has no such form."""
+def settle(x: Frames, frames: Tensor | None = None) -> bool:
+    """Make a value one of its own frames as they are, whose mark of a collapse stays; False where it has no such form."""
     source = x.pooled[1] if isinstance(x, Spikes) and x.pooled is not None else x
     if not isinstance(source, Shared):
         return False
     groups = source.expression.groups
-    if groups.frames is not groups.steps or source.merges:
-        return False
+    frames = x.frames() if frames is None else frames
+    steps, batch, binary = x.steps, x.folded, groups.frames is not groups.steps or source.merges
+    alike = groups if binary else single(steps)
+
+    def compact(frames: Tensor) -> Tensor:
+        unfolded = frames if batch is None else frames.reshape(steps, batch, *frames.shape[1:])
+        return reference.mean_of_alike(unfolded, alike.frames) if binary else unfolded
+
+    expression = SharedExpression(Reading(frames, compact) if binary or batch is not None else frames, alike)
     x.__class__ = Shared
     held = x.__dict__
-    held["expression"], held["means"] = SharedExpression(frames, single(x.steps)), source.means
-    held["merges"], held["normalize"], held["_becoming"] = False, True, None
+    held["expression"], held["means"], held["_viewed"] = expression, source.means, None
+    held["merges"], held["normalize"], held["_becoming"] = source.merges, source.normalize, None
+    held["_as_made"] = frames._version
     return True
 
 
