@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.host import layer
+from sj_tac.kernels.reference import first
 from sj_tac.runtime.convs import DriveModule
+from sj_tac.runtime.expressions import SharedExpression
+from sj_tac.runtime.groups import Sums
+from sj_tac.runtime.values import Shared
 
 
 class TACTPConv1d(DriveModule, layer.Conv1d):
@@ -155,6 +161,31 @@ class TACTPFoldedLinear(_Folded, nn.Linear):
 class _Container(DriveModule, layer.SeqToANNContainer):
     def inner(self) -> Any:
         return self[0]
+
+    def _learns(self) -> bool:
+        """Whether a norm in it takes statistics of what it is handed, and has to know what a frame stands for."""
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self)
+
+    def _run(self, frames: Tensor, x: Any = None, wanted: Sums | None = None) -> Tensor:
+        if wanted is None or wanted.sums_nothing or not self._learns():
+            return self._layer(frames)
+        value: Any = self._layer(Shared.of(SharedExpression(frames, wanted.groups)))
+        mapped: Tensor = value.expression.mapped() if isinstance(value, Shared) else first(value, wanted.groups.frames)
+        return mapped
+
+    def _run_repeated(self, summed: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
+        if not self._learns():
+            return super()._run_repeated(summed, repeat)
+        conv, *others = self
+        narrowing = self._narrowing(summed)
+        with narrowing or nullcontext():
+            y = conv(summed.flatten(0, 1))
+        y = y if narrowing is None else y.to(summed.dtype)
+        y = repeat(y.reshape(*summed.shape[:2], *y.shape[1:]))
+        folded = y.flatten(0, 1)
+        for module in others:
+            folded = module(folded)
+        return folded.reshape(*y.shape[:2], *folded.shape[1:])
 
     @property
     def _counts_input(self) -> bool:  # type: ignore[override]

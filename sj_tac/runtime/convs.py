@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -112,27 +114,30 @@ class DriveModule(Matchable):
                 wanted = drive.wants(single(steps), (x.dtype, x.device), logits)
                 assert wanted is not None
                 drive.ran, summed, groups = "frames", drive.aggregate(frames, wanted), wanted.groups
-        y = self._run(summed, x, wanted) if drive.borders.fused else DriveModule._run(self, summed)
+        y = self._run(summed, x, wanted)
         drive.seen = (steps, summed.shape if self._counts_input else y.shape)
         return drive.emit(y, groups, x, y.shape[1] if self._folds else None)
 
     def _layer(self, x: Tensor) -> Tensor:
         """The source's own layer, in the dtype that was asked for; what comes out has that of ``x``."""
-        dtype = self._tac.dtype
         result: Tensor
-        if dtype is None or not self._may_narrow(x):
+        narrowing = self._narrowing(x)
+        if narrowing is None:
             result = super().forward(x)
             return result
-        # Whatever a forward of the user's calls: weights that are made anew, another function's convolution.
-        with torch.autocast(x.device.type, dtype):
+        with narrowing:
             result = super().forward(x)
         return result.to(x.dtype)
 
-    def _may_narrow(self, x: Tensor) -> bool:
-        """Whether frames may be rounded for the convolution: those of float32, where the user's autocast does not do it."""
-        kind = x.device.type
-        plain = x.dtype is torch.float32 and torch.amp.is_autocast_available(kind)
-        return plain and not dispatch.autocasts(kind)
+    def _narrowing(self, x: Tensor) -> AbstractContextManager[Any] | None:
+        """In the dtype that was asked for, whatever a forward of the user's calls: weights that are made anew, another
+        function's convolution. None for frames that may not be rounded: not of float32, or the user's autocast does it.
+        """
+        dtype, kind = self._tac.dtype, x.device.type
+        if dtype is None or x.dtype is not torch.float32:
+            return None
+        plain = torch.amp.is_autocast_available(kind) and not dispatch.autocasts(kind)
+        return torch.autocast(kind, dtype) if plain else None
 
     def _run(self, frames: Tensor, *_: Any) -> Tensor | Later:
         """The source's own layer on compact frames [G, N, ...]."""
@@ -148,6 +153,8 @@ class DriveModule(Matchable):
         """
         parameters: Any = self._parameters
         dtype = self._tac.dtype
+        if not self._tac.borders.fused:
+            return DriveModule._run(self, frames)
         narrow = None if dtype is None else self.narrows()
         if not self._runs_parameters() or (dtype is not None and (narrow is None or not _can_be_rounded(frames))):
             return DriveModule._run(self, frames)
@@ -267,18 +274,23 @@ class DriveModule(Matchable):
             return self._on_free_frames(frames, logits)
         else:
             summed, lengths = self._sums_of_frames(frames, logits)
-        # The host's own layer: what compiles or traces this cannot follow the short way.
-        y: Any = DriveModule._run(self, summed)
+        repeated = self._run_repeated(summed, lambda y: reference.repeat(y, lengths))
         if not compiling:
-            drive.ran, drive.seen = "plain", (frames.shape[0], summed.shape if self._counts_input else y.shape)
-        repeated = reference.repeat(y, lengths)
+            drive.ran, drive.seen = "plain", (frames.shape[0], summed.shape if self._counts_input else repeated.shape)
         return repeated.flatten(0, 1) if self._folds else repeated
+
+    def _run_repeated(self, summed: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
+        """What the layer computes on compact frames, as often as each stands for frames.
+
+        By the host's own layer: what compiles or traces this cannot follow the short way.
+        """
+        y: Any = DriveModule._run(self, summed)
+        return repeat(y)
 
     def _on_free_frames(self, frames: Tensor, logits: Tensor | None) -> Tensor:
         """The same of any number of frames, in a call that torch compiles."""
         summed, size = self._tac.sums_of_free_frames(frames, logits)
-        y: Any = DriveModule._run(self, summed)
-        repeated = compiled.repeat(y, size, frames.shape[0])
+        repeated = self._run_repeated(summed, lambda y: compiled.repeat(y, size, frames.shape[0]))
         return repeated.flatten(0, 1) if self._folds else repeated
 
     def _sums_of_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
