@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -307,12 +308,19 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
     with host.looked_at(model):
         host.reset_memories(model)  # voltages may be those of another batch
         try:
+            _tell_einops()
             return _traced(_ValueTracer(given), model, given, sampled=True)
         except TraceError as error:
             raise TraceError(
                 f"tracing failed with example_input of shape {described(arguments)}: {error.__cause__}; check that "
                 "model.eval()(*example_input) runs under torch.no_grad(), and that its modules are called with tensors"
             ) from error.__cause__
+
+
+def _tell_einops() -> None:
+    """Let einops, where the model's code has imported it, take proxies for tensors."""
+    if (backends := sys.modules.get("einops._backends")) is not None:
+        backends._type2backend[_ValueProxy] = backends.get_backend(torch.empty(0))
 
 
 def _traced(tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], *, sampled: bool) -> Traced:

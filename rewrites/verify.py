@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ _MEASURED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.ConvTranspose1d, nn.
 
 _ROW = 4096  # words of a digest's rows
 _WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0), device="cpu") * 2 + 1
-FAR = 0.3  # of an output's mean size: what no spike that rounding moved makes of it
+FAR = 0.3  # of an output's mean size: where rounding alone moves as much, as it may in deep nets, float64 tells
 _PIECE = 1 << 18  # elements: what the CPU's caches hold
 
 
@@ -182,14 +183,14 @@ def verify(
         any_rate: the output may have fewer frames (``emit: groups``). runs_here: the kernels that were named run here.
 
     Raises:
-        ConversionError: an output of another shape, one that is not finite, or at k=1 another value; names the first
-            module that differs.
+        ConversionError: an output of another shape, one that is not finite, at k=1 another value than the source's, or
+            where the kernels are fused another one than the definition's; names the first module that differs.
     """
     problem, error = "", None
     if runs_here:
         fused = run(model, arguments, {}, watched=False)
         problem, error = fused.failure or _compare(source.output, fused.output, any_rate), fused.error
-        problem = problem or (_far(source.output, fused.output) if exact else "")
+        problem = problem or _unlike(source, fused, model, arguments, exact)
     data = tensors(arguments)
     if any(dispatch.autocasts(x.device.type) or x.dtype in (torch.bfloat16, torch.float16) for x in data):
         exact = False  # the definition's neurons step in float32, and may make their spikes otherwise
@@ -220,18 +221,50 @@ def _compare(expected: list[Tensor], got: list[Tensor], any_rate: bool) -> str:
     return ""
 
 
-def _far(expected: list[Tensor], got: list[Tensor]) -> str:
-    """Where nothing is aggregated, other numbers than a spike that rounding moved would make."""
-    for a, b in zip(expected, got, strict=True):
+def _unlike(source: Run, fused: Run, model: nn.Module, arguments: tuple[Any, ...], exact: bool) -> str:
+    """Where a fused net puts out other numbers than its definition, or than its source where nothing is aggregated."""
+    expected, whose = source, "the source's"
+    if not exact:
+        if not any(role.borders.fused for m in model.modules() if (role := m.__dict__.get("_tac")) is not None):
+            return ""
+        with definition(model):
+            expected, whose = run(model, arguments, {}, watched=False), "those of fuse=False"
+    problem = _far(expected.output, fused.output, whose)
+    return problem if problem and not _are_alike_in_float64(model, arguments) else ""
+
+
+def _far(expected: list[Tensor], got: list[Tensor], whose: str) -> str:
+    """Other numbers than a few spikes that rounding moved would make."""
+    for a, b in zip(expected, got, strict=False):
         if a.dtype not in (torch.float32, torch.float64) or not a.numel() or not torch.isfinite(a).all():
             continue
         size, difference = float(a.abs().mean()), float((a - b).abs().mean())
         if difference > FAR * size:
             return (
-                f"the output differs from the source's by {difference:.3g} in the mean, where its numbers are {size:.3g}; a "
+                f"the output's numbers differ from {whose} by {difference:.3g} in the mean, where these are {size:.3g}; a "
                 "forward that asks for the class of a tensor may take another way"
             )
     return ""
+
+
+def _are_alike_in_float64(model: nn.Module, arguments: tuple[Any, ...]) -> bool:
+    """Whether a copy of a fused net, where rounding moves no spike, puts out what its definition does.
+
+    Not where such a copy does not run.
+    """
+
+    def widened(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    wide = tuple(torch.utils._pytree.tree_map(widened, arguments))
+    try:
+        twin = copy.deepcopy(model).double()
+    except Exception:
+        return False
+    fused = run(twin, wide, {}, watched=False)
+    with definition(twin):
+        defined = run(twin, wide, {}, watched=False)
+    return not (fused.failure or defined.failure or _far(defined.output, fused.output, ""))
 
 
 def _first_difference(expected: list[Seen], got: list[Seen], exact: bool) -> str:

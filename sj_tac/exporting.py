@@ -125,7 +125,7 @@ def export_onnx(
     target = deep_copy(net)
     with host.looked_at(target):
         own = [_own_call(target, case)[0] for case in cases]
-        with definition(target, alike=False):
+        with definition(target, alike=False, traced=True):
             defined = [_own_call(target, case) for case in cases]
         # With one sample more: torch takes a dimension of 1 as fixed.
         program = _exported(target, cases[-1], batch_dim)
@@ -243,7 +243,7 @@ def _exported(net: nn.Module, arguments: tuple[Tensor, ...], batch_dim: int | No
     for module in net.modules():
         if isinstance(drive := module.__dict__.get("_tac"), Drive):
             drive.backend = reference.NAME
-    with definition(net), _probed(net) as probed, warnings.catch_warnings():
+    with definition(net, traced=True), _probed(net) as probed, warnings.catch_warnings():
         # A neuron's voltage is assigned in its forward, which is what it is for. Every run of the graph begins at rest.
         warnings.simplefilter("ignore")
         try:
@@ -361,8 +361,8 @@ def _compare_outputs(own: list[Tensor], defined: list[Tensor], found: list[Tenso
     for a, b, c in zip(own, defined, found, strict=True):
         if a.shape != c.shape or a.dtype != c.dtype:
             raise ExportError(
-                f"the graph puts out {list(c.shape)} of {c.dtype}, the net {list(a.shape)} of {a.dtype}; a net with "
-                "emit: groups is exported with emit: frames, whose frames are the groups' repeated"
+                f"the graph puts out {list(c.shape)} of {c.dtype}, the net {list(a.shape)} of {a.dtype}; what the net puts "
+                "out hangs on more than its modules; please report this"
             )
         gap = _gap(b, c)
         # NaN is no number below any bound.

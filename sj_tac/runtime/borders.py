@@ -104,12 +104,14 @@ class Borders:
         collapses: time is collapsed somewhere, so that what gets ordinary frames and what gets values are not the same.
         watched: when the net was last called while autograd recorded, or collapses, something stood between its modules that
             autograd's graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
+        traced: every module gives ordinary frames, and a collapse goes by the trace.
         entered: the net's own call is running; else a module is called by itself, and has to look. root: the net.
     """
 
     fused: bool = True
     collapses: bool = False
     watched: bool = False
+    traced: bool = False
     entered: bool = False
     root: weakref.ref[nn.Module] | None = None
     alike: bool = True
@@ -163,7 +165,8 @@ class Borders:
         The definition of what is preserved needs no more than these, either.
         """
         return (
-            not self.passes
+            not (self.fused or self.collapses)  # ``passes``, written out
+            or self.traced
             or bool(every_module._global_forward_hooks or every_module._global_forward_pre_hooks)
             or torch.compiler.is_compiling()
             or (self.watched and (self.collapses or torch.is_grad_enabled()))
@@ -191,14 +194,18 @@ def is_watched(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def definition(model: nn.Module, alike: bool = True) -> Iterator[None]:
-    """Run a converted model as its definition, module by module; without ``alike``, all frames where they are one, too."""
+def definition(model: nn.Module, alike: bool = True, traced: bool = False) -> Iterator[None]:
+    """Run a converted model as its definition, module by module.
+
+    Args:
+        alike: where frames are one frame T times over, run that one. traced: go by the trace, as a compiled call does.
+    """
     found = {id(role.borders): role.borders for m in model.modules() if (role := m.__dict__.get("_tac")) is not None}
-    kept = [(borders, borders.fused, borders.alike) for borders in found.values()]
+    kept = [(borders, borders.fused, borders.alike, borders.traced) for borders in found.values()]
     try:
-        for borders, _, _ in kept:
-            borders.fused, borders.alike = False, alike
+        for borders, *_ in kept:
+            borders.fused, borders.alike, borders.traced = False, alike, traced
         yield
     finally:
-        for borders, fused, before in kept:
-            borders.fused, borders.alike = fused, before
+        for borders, *before in kept:
+            borders.fused, borders.alike, borders.traced = before

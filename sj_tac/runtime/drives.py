@@ -22,6 +22,7 @@ from sj_tac.runtime import compiled, matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.expressions import Later, SharedExpression
 from sj_tac.runtime.groups import Groups, Sums, sums
+from sj_tac.runtime.marks import defined
 from sj_tac.runtime.packing import Packing
 from sj_tac.runtime.values import Frames, Shared
 
@@ -259,7 +260,7 @@ class Drive:
         value.__dict__["maker"] = self
         if collapses and self.merges:
             value.merges, value.normalize, value.means = True, self.normalize, None
-        return value if self.borders.fused else value.defined()
+        return value if self.borders.fused else defined(value)
 
 
 def _number(source: Tensor, recorded: bool = False) -> tuple[float, ...] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.runtime.expressions import Expression, over
+from sj_tac.runtime.marks import is_collapsed
 from sj_tac.runtime.values import Frames, Shared, Spikes
 
 Function = Callable[[Any], Any]
@@ -51,12 +52,6 @@ def is_number(x: Any) -> bool:
 def inner(x: Frames) -> int:
     """The first dimension that is neither time nor batch."""
     return 2 if x.folded is None else 1
-
-
-def is_collapsed(x: Any) -> bool:
-    """True for shared frames that say what a neuron behind is to do with collapsed time."""
-    groups = x.expression.groups
-    return x.means is not None or x.merges or groups.frames is not groups.steps
 
 
 def per_frame(x: Any, function: Function, linear: bool) -> Any:

@@ -16,8 +16,9 @@ from sj_tac.kernels.weights import group_lengths
 from sj_tac.runtime import compiled
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.entries import is_of_mode, is_usable
-from sj_tac.runtime.expressions import Computed, Expression, Made, SharedExpression, over
+from sj_tac.runtime.expressions import Computed, SharedExpression, over
 from sj_tac.runtime.groups import Groups
+from sj_tac.runtime.marks import defined
 from sj_tac.runtime.matched import Matchable
 from sj_tac.runtime.values import Shared, Spikes, ordinary
 
@@ -209,24 +210,15 @@ class InnerBatchNorm3d(_FoldedNorm, nn.BatchNorm3d):
     """torch's BatchNorm3d of a converted net, in a container or on folded frames."""
 
 
-def pending(steps: Tensor, means: Groups, again: Expression | None = None) -> Spikes:
-    """Frames whose mean over ``means`` a pool further on will take; ``again`` makes the steps another time.
+def pending(steps: Tensor, means: Groups) -> Spikes:
+    """Frames that are the means of ``steps`` over ``means``, of which a pool further on will take the steps instead.
 
     Behind a binary collapse each of the steps stands for several frames.
     """
-    lengths = means.stepwise().frames
-    source = Computed(torch.clone, (steps,)) if again is None else again
-    frames = reference.repeat(steps, lengths)
-    made = Spikes.of(
-        Made(lambda *x: reference.repeat(source.on(*x), lengths), source.inputs, frames), tuple(frames.shape), frames
-    )
-    made.means = means
+    frames = Computed(lambda x: reference.repeat(reference.mean(x, means.steps), means.frames), (steps,))
+    made = Spikes.of(frames, (means.total, *steps.shape[1:]), steps)
+    made.means, made.unpooled = means, steps
     return made
-
-
-def _steps(x: Spikes, means: Groups, reader: str) -> Tensor:
-    """What ``pending`` was given."""
-    return reference.first(x.frames(reader), means.stepwise().frames)
 
 
 class _PoolModule(nn.Module):
@@ -242,11 +234,11 @@ class _PoolModule(nn.Module):
             if x.pooled is not None and x.pooled[0] == host.pool_window(self):
                 x.note_use()
                 return x.pooled[1]
-            if x.means is not None:
-                steps = self._pooled(_steps(x, x.means, pool.name))
+            if x.means is not None and x.unpooled is not None:
+                steps = self._pooled(x.unpooled)
                 if pool.means:
                     value = Shared.of(SharedExpression(reference.mean(steps, x.means.steps), x.means), x.means)
-                    return value if pool.borders.fused else value.defined()
+                    return value if pool.borders.fused else defined(value)
                 return pending(steps, x.means)
         if not (pool.means and pool.borders.are_plain):
             return self._pooled(x)
@@ -321,8 +313,8 @@ class _DropoutModule(nn.Module):
         if len(x.sums) == 1:
             ((wanted, summed),) = x.sums.items()
             masked = super().forward(summed)
-        elif x.means is not None:
-            return pending(super().forward(_steps(x, x.means, self._tac.name)), x.means)
+        elif x.means is not None and x.unpooled is not None:
+            return pending(super().forward(x.unpooled), x.means)
         else:
             whole: Tensor = super().forward(x.frames(self._tac.name))
             return whole

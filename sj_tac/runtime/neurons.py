@@ -25,6 +25,7 @@ from sj_tac.runtime.expressions import Made, SharedExpression, over
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.launching import Prepared
 from sj_tac.runtime.layers import pending
+from sj_tac.runtime.marks import defined
 from sj_tac.runtime.runs import Inputs, Run
 from sj_tac.runtime.values import Shared, Spikes, ordinary
 
@@ -195,7 +196,7 @@ class UnitModule(neuron.BaseNode):
     def _by_the_host(self, x: Shared) -> Tensor:
         """Run the host's own steps on a value's frames, and note of what comes out what ``fire`` would."""
         given = self._noted(x)
-        return given if self._tac.borders.fused or not isinstance(given, Shared) else given.defined()
+        return given if self._tac.borders.fused or not isinstance(given, Shared) else defined(given)
 
     def _noted(self, x: Shared) -> Tensor:
         unit, groups = self._tac, x.expression.groups
@@ -292,7 +293,7 @@ class UnitModule(neuron.BaseNode):
             out, last = run(None, None, 1)
             host.put_state(self, last, [])
             unit.gave = "frames"
-            return pending(out, means, run.again(None, None, 1))
+            return pending(out, means)
         weights, size = unit.mean_weights(means, (y.dtype, y.device))
         out, last = run(pool, weights, size)
         host.put_state(self, last, [])
@@ -300,11 +301,7 @@ class UnitModule(neuron.BaseNode):
         inner = Shared.of(SharedExpression(out, means), means)
         if pool is None:
             return inner
-        # Behind a MaxPool the mean is taken there: whoever reads the frames in front of it gets those of the steps.
-        again, stand_for = run.again(None, weights, size), means.frames
-        if unit.pools_later:
-            again, stand_for = run.again(None, None, 1), means.stepwise().frames
-        frames = over(again, lambda t: reference.repeat(t, stand_for))
+        frames = over(run.again(None, weights, size), lambda t: reference.repeat(t, means.frames))
         value = Spikes.of(frames, shape, out, pooled=(host.pool_window(pool) or (), inner))
         value.maker = unit
         return value

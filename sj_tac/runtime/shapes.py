@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import InputError
-from sj_tac.runtime.entries import Function, Handlers, entering, inner, is_collapsed, per_frame, viewed
+from sj_tac.runtime.entries import Function, Handlers, entering, inner, per_frame, viewed
 from sj_tac.runtime.expressions import Made
+from sj_tac.runtime.marks import is_collapsed
 from sj_tac.runtime.values import Frames, Shared, Spikes
 
 SHAPES: Handlers = {}
@@ -37,6 +38,7 @@ def _refolded(x: Frames, folded: int | None, view: Function) -> Frames:
         x.expression, new, like, sums=x.sums, pooled=x.pooled, folded=None if folded is None else (x.steps, batch)
     )
     spikes.maker, spikes.means, spikes._strided = x.maker, x.means, x._strided
+    spikes.unpooled = x.unpooled
     return spikes.view_of(x, view)
 
 

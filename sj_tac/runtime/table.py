@@ -17,7 +17,6 @@ from sj_tac.host.dispatch import PLAIN
 from sj_tac.runtime.entries import (
     entering,
     inner,
-    is_collapsed,
     is_number,
     is_of_mode,
     per_frame,
@@ -27,6 +26,7 @@ from sj_tac.runtime.entries import (
 )
 from sj_tac.runtime.expressions import SharedExpression, both, over
 from sj_tac.runtime.maps import MAPS
+from sj_tac.runtime.marks import apart, is_collapsed
 from sj_tac.runtime.shapes import SHAPES
 from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, on_frames, ordinary, settle
 
@@ -248,8 +248,10 @@ def _cast(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if dtype is x.kind[0]:
         return x
-    if torch.is_grad_enabled() and not (isinstance(x, Shared) and is_collapsed(x)):
-        return NotImplemented
+    if torch.is_grad_enabled():
+        if not isinstance(x, Shared) or not is_collapsed(x):
+            return NotImplemented
+        x = x if x.means is None else apart(x)
     return per_frame(x, lambda t: t.to(dtype), False)
 
 

@@ -262,15 +262,6 @@ class Shared(Frames):
         held["maker"], held["merges"], held["normalize"] = self.maker, self.merges, self.normalize
         return made
 
-    def defined(self) -> Tensor:
-        """The frames themselves, which say what they stand for where time is collapsed."""
-        groups = self.expression.groups
-        if groups.frames is groups.steps and not self.merges:
-            if self.means is None:
-                return self.frames()
-            settle(self)
-        return self
-
     @property
     def is_bare(self) -> bool:
         """True where nothing was added: the compact form says it all."""
@@ -288,14 +279,16 @@ class Spikes(Frames):
 
     Attributes:
         sums: [G, N, ...] by what a convolution wants; narrowed: the same for one convolution, in a dtype of its own.
-        pooled: the window of the pool that was planned behind the neuron, and the value that it makes; means: groups over
-            which that pool is still to take the mean, or None.
+        pooled: the window of the pool that was planned behind the neuron, and the value that it makes.
+        means: groups over which a pool further on will take the mean of its output for each of the steps ``unpooled``, or
+            None; the frames are means already.
     """
 
     sums: dict[Sums, Tensor]
     narrowed: tuple[Sums, Tensor] | None = None
     pooled: tuple[tuple[int, ...], Tensor] | None
     means: Groups | None = None
+    unpooled: Tensor | None = None
 
     @staticmethod
     def of(

@@ -158,7 +158,7 @@ def test_t_is_free_where_values_are_added_and_changed_in_between(policy):
         for steps, samples in ((5, 17), (4, 16), (9, 18), (8, 16)):
             x = frames(steps, samples, 2, 8, 8, seed=steps)
             # Where the call is not as it was traced, a collapse goes by the trace here, by values uncompiled.
-            with definition(fast):
+            with definition(fast, traced=True):
                 expected = at_rest(fast, x, fast)
             assert torch.equal(at_rest(compiled, x, fast), expected)
             assert 0.02 < expected.mean() < 0.98
