@@ -226,7 +226,8 @@ class _Finder:
         if folded:
             detail = f"{named}; of an input {list(folded[0])} neurons are handed {sample.steps} frames, and take all for T"
             return Refusal(Reason.NEURON_FOLDED, detail)
-        return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, on {list(node.shape or ())} and no folded frames [T * N, ...]")
+        takes = f"no folded frames [T * N, ...]; SpikingJelly's layer.{kind.__name__} takes frames [T, N, ...]"
+        return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, on {list(node.shape or ())} and {takes}")
 
     def follow(self, name: str, site: Node) -> Chain | Refusal:
         """Along the readers of the conv to its neurons."""

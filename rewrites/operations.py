@@ -21,34 +21,17 @@ from rewrites.maps import map_kind
 from sj_tac import host
 from sj_tac.runtime.swaps import clash
 
+# fmt: off
 _SUMS = {
-    operator.add,
-    operator.iadd,
-    operator.sub,
-    operator.isub,
-    torch.add,
-    torch.sub,
-    "add",
-    "add_",
-    "sub",
-    "sub_",
-    "__iadd__",
+    operator.add, operator.iadd, operator.sub, operator.isub, torch.add, torch.sub, "add", "add_", "sub", "sub_", "__iadd__",
     "__isub__",
 }
-_CATS = {torch.cat, torch.concat, torch.concatenate}
 _SCALINGS = {
-    operator.mul,
-    operator.imul,
-    operator.truediv,
-    operator.itruediv,
-    torch.mul,
-    torch.div,
-    "mul",
-    "mul_",
-    "div",
-    "__imul__",
+    operator.mul, operator.imul, operator.truediv, operator.itruediv, torch.mul, torch.div, "mul", "mul_", "div", "__imul__",
     "__itruediv__",
 }
+# fmt: on
+_CATS = {torch.cat, torch.concat, torch.concatenate}
 _PRODUCTS = {operator.mul, torch.mul}
 _DIVISIONS = {operator.truediv, operator.itruediv, torch.div, "div"}
 # To a dtype, as the sample has it: rounding is alike for all frames.
@@ -74,9 +57,13 @@ _RESHAPES = {
     torch.unsqueeze,
 }
 _PERMUTES = {"permute", torch.permute}
-_TRANSPOSES = {"transpose", torch.transpose, "swapaxes", torch.swapaxes}
+_TRANSPOSES = {
+    *("transpose", torch.transpose, "swapaxes", torch.swapaxes),
+    *("movedim", torch.movedim, "moveaxis", torch.moveaxis),
+}
 _MEANS = {torch.mean, "mean", torch.sum, "sum"}
-_PARTS = {torch.chunk, "chunk", torch.split, "split"}
+_UNBINDS = {torch.unbind, "unbind"}
+_PARTS = {torch.chunk, "chunk", torch.split, "split", *_UNBINDS}
 # Pools and resizing of each frame's map: linear on folded frames, where they see one frame at a time.
 _RESIZES = {F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d}
 _INTERPOLATES = {F.interpolate}
@@ -315,7 +302,8 @@ def _shape_kind(node: fx.Node, others: list[Any], sample: Sample | None) -> Kind
     if target is operator.getitem:
         return _index_kind(node, 1 if folded else 2)
     if target in _PARTS:
-        dim = node.kwargs.get("dim", others[1] if len(others) > 1 else 0)
+        at = 0 if target in _UNBINDS else 1
+        dim = node.kwargs.get("dim", others[at] if len(others) > at else 0)
         return Kind.RESHAPE if _are_inner([dim], node, sample) else Kind.FIXED
     if folded and after is Layout.FOLDED and target in _RESIZES | _INTERPOLATES:
         return Kind.LINEAR

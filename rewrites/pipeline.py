@@ -223,7 +223,8 @@ def deep_copy(model: nn.Module, dry: bool = False) -> nn.Module:
         which = f" because {stuck[0]!r} is a tensor computed from others (pruning, weight_norm)" if stuck else ""
         raise ConversionError(
             f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); make the weights "
-            "plain first (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm), or pass inplace=True"
+            "plain first (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm; what a forward keeps "
+            "of them: under torch.no_grad()), or pass convert inplace=True"
         ) from error
 
 

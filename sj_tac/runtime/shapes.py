@@ -179,8 +179,9 @@ def _contiguous(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
+@handles(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def _transpose(function: Any, args: Any, kwargs: Any) -> Any:
-    """Two dimensions behind the batch's in each other's places."""
+    """Two dimensions behind the batch's in each other's places, or one in another place among them."""
     x, *dims = args
     if kwargs or not isinstance(x, Frames) or not x.intact or len(dims) != 2 or not all(type(d) is int for d in dims):
         return NotImplemented
@@ -236,4 +237,17 @@ def _split(function: Any, args: Any, kwargs: Any) -> Any:
         _moved(x, partial(torch.narrow, dim=dim - len(x.dims), start=a, length=n), True)
         for a, n in zip(starts, sizes, strict=True)
     ]
+    return NotImplemented if any(part is NotImplemented for part in parts) else tuple(parts)
+
+
+@handles(torch.unbind, Tensor.unbind)
+def _unbind(function: Any, args: Any, kwargs: Any) -> Any:
+    """The places along a dimension behind the batch's, each by itself."""
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if not isinstance(x, Frames) or not x.intact or type(dim) is not int or set(kwargs) - {"dim"}:
+        return NotImplemented
+    dim = dim % len(x.dims)
+    if dim < inner(x):
+        return NotImplemented
+    parts = [_moved(x, partial(torch.select, dim=dim - len(x.dims), index=i), True) for i in range(x.dims[dim])]
     return NotImplemented if any(part is NotImplemented for part in parts) else tuple(parts)

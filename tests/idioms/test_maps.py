@@ -1,5 +1,6 @@
 """Functions between convolution and neuron that map each frame linearly by constants: which carry drives, which do not."""
 
+import einops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,11 @@ CARRIED = {
     "SyncBatchNorm": (lambda s, x: s.module(x), lambda: nn.SyncBatchNorm(C), True),
     "reflected borders": (lambda s, x: s.module(x), lambda: nn.ReflectionPad2d(1), True),
     "Dropout2d": (lambda s, x: s.module(x), lambda: nn.Dropout2d(0.3), True),
+    "halves by unbind": (lambda s, x: torch.cat(x.unflatten(2, (2, 4)).unbind(2), 2),),
+    "halves by unbind, folded": (lambda s, x: torch.cat([*torch.unbind(x.unflatten(1, (2, 4)), dim=1)], 1), None, True),
+    "moved": (lambda s, x: x.movedim(2, -1).flip(2).moveaxis(-1, 2),),
+    "einops": (lambda s, x: einops.rearrange(x, "t n (a c) h w -> t n (c a) w h", a=2),),
+    "einops, folded": (lambda s, x: einops.rearrange(x, "b c (h p) w -> b (c p) h w", p=2), None, True, 2 * C),
     "shuffled channels": (lambda s, x: torch.channel_shuffle(x, 2), None, True),
 }
 # Over time or samples, by what the frames say themselves, or not told apart.
@@ -70,6 +76,8 @@ LEFT_ALONE = {
     "frames by name": (lambda s, x: torch.flip(input=x, dims=(3,)),),
     "linear of frames by name": (lambda s, x: F.linear(input=x, weight=s.constant), SQUARE),
     "shuffle of frames by name": (lambda s, x: torch.channel_shuffle(input=x, groups=2), None, True),
+    "unbind of time": (lambda s, x: torch.stack(x.unbind(0)),),
+    "time moved": (lambda s, x: x.movedim(0, 1).flip(2).movedim(0, 1),),
     "roll of time": (lambda s, x: torch.roll(x, 1, 0),),
     "roll of samples": (lambda s, x: torch.roll(x, 1, 1),),
     "roll of all": (lambda s, x: torch.roll(x, 2),),
