@@ -108,7 +108,7 @@ class DriveModule(Matchable):
                 drive.ran = "single frames"
                 return self._layer(x)
             steps = frames.shape[0]
-            if drive.repeated and drive.borders.alike and _is_repeated(frames):
+            if drive.repeated and drive.borders.alike and drive.borders.fused and _is_repeated(frames):
                 drive.ran, wanted, summed, groups = "one frame", None, frames[:1], even(steps, steps)
             else:
                 wanted = drive.wants(single(steps), (x.dtype, x.device), logits)
@@ -268,7 +268,7 @@ class DriveModule(Matchable):
         lengths: tuple[int, ...]
         # A compiled call cannot look whether frames are alike: it runs all of them.
         if drive.repeated and (compiling or _is_repeated(frames)):
-            single = compiling or not drive.borders.alike
+            single = compiling or not (drive.borders.alike and drive.borders.fused)
             summed, lengths = (frames, (1,)) if single else (frames[:1], (frames.shape[0],))
         elif compiled.is_free(frames):
             return self._on_free_frames(frames, logits)
