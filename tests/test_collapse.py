@@ -148,6 +148,25 @@ def test_output_keeps_t_with_each_groups_true_length_or_stays_in_groups():
     assert y.std() > 0
 
 
+@pytest.mark.parametrize("spikes", ["count", "binary"])
+def test_groups_come_out_whatever_the_way(spikes):
+    """Fused, in the definition, while somebody watches gradients inside, and compiled."""
+    x, net, expected = frames(10, 2, 2, 8, 8), three_layers(None), None
+    for i in (2, 5, 8):
+        net[i].v_threshold = 0.1
+    policy = {"default": {"mode": "collapse", "k": 2, "emit": "groups", "spikes": spikes}}
+    for way in ("fused", "defined", "watched", "compiled"):
+        made = sj_tac.convert(net, policy, fuse=way != "defined")
+        if way == "watched":
+            made[3].register_full_backward_hook(lambda m, i, o: None)
+        called = torch.compile(made, backend="eager") if way == "compiled" else made
+        y = called(x).detach()
+        expected = y if expected is None else expected
+        assert 0.002 < y.mean() < 0.9
+        torch.testing.assert_close(y, expected, msg=lambda m, way=way: f"{way}: {m}")
+    assert len(expected) == (5 if spikes == "count" else 2)
+
+
 def test_k_counts_source_steps_behind_a_collapse():
     """Behind a collapse by 2, a layer of k=4 aggregates two frames, weighted beta^2 : 1."""
     net = three_layers(None)

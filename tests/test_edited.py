@@ -1,5 +1,10 @@
 """Converted nets that were edited since: what still works on them, and what says that it does not."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer
@@ -119,3 +124,43 @@ def test_a_head_that_was_never_converted_may_be_another(x):
     sj_tac.set_k(fast, 3)
     assert [v.k for v in sj_tac.report(fast).converted] == [3, 3, 3]
     assert call(fast, x).shape == (6, 3, 3)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_replaced_neuron_is_let_go_and_the_new_one_reset(fuse, x):
+    """The host's reset_net looks again at a net's modules where one of them is gone."""
+    net = sj_tac.convert(build(), "preserve", 2, example_input=x, fuse=fuse)
+    expected = net(x).detach()
+    functional.reset_net(net)
+    old = weakref.ref(net[1][2])
+    net[1][2] = node("lif", v_threshold=0.3).eval()
+    gc.collect()
+    assert old() is None
+    for _ in range(2):  # the conv in front knows the decay of the neuron that it was planned for
+        torch.testing.assert_close(net(x).detach(), expected)
+        functional.reset_net(net)
+        assert net[1][2].v == 0.0
+
+
+@pytest.mark.parametrize("kind", ["lif", "plif"])
+def test_a_copy_of_a_converted_net_follows_its_own_neurons(kind, x):
+    net = nn.Sequential(conv(2, 6), node(kind, v_threshold=0.2), conv(6, 6), node(kind, v_threshold=0.1)).eval()
+    net = sj_tac.convert(net, "preserve", 2, example_input=x)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        for each in (net, copied):
+            functional.reset_net(each)
+        assert copied[0]._tac.node is copied[1]
+        before = net(x).detach()
+        assert torch.equal(copied(x), before)
+        for module in (copied[1], copied[3]):
+            if kind == "plif":
+                module.w.data.fill_(2.0)
+            else:
+                module.tau = 8.0
+        functional.reset_net(copied)
+        functional.reset_net(net)
+        assert not torch.equal(copied(x), before)
+        assert torch.equal(net(x), before)
+        functional.reset_net(net)
+    alone = pickle.loads(pickle.dumps(net[0]))
+    assert torch.equal(alone(x), net[0](x))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sj_tac
+from rewrites import verify
 from rewrites.verify import _seen
 from sj_tac.errors import ConversionError
 from sj_tac.kernels.cpu.launches import Launch
@@ -58,6 +59,61 @@ def test_the_first_layer_that_differs_is_named(x, k, change, message, inplace, m
     with torch.no_grad():
         functional.reset_net(net)
         assert torch.equal(net(x), before(x))
+
+
+class ByClass(nn.Module):
+    """Asks for the class of a tensor, which a value that passes between fused layers is not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.lif1 = conv(2, 4), node("lif", v_threshold=0.2)
+        self.second, self.lif2 = conv(4, 4), node("lif", v_threshold=0.1)
+
+    def forward(self, x):
+        y = self.lif1(self.first(x))
+        return self.lif2(self.second(y if type(y) in (torch.Tensor, torch.fx.Proxy) else y * 0))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_fused_net_that_takes_another_way_is_told_at_any_k(k, x):
+    net = ByClass().eval()
+    assert 0.02 < net(x).mean() < 0.6
+    with pytest.raises(ConversionError, match=r"fused kernels alone: the output differs from .* the class of a tensor"):
+        sj_tac.convert(net, k=k, example_input=x)
+    functional.reset_net(net)
+    slow = sj_tac.convert(net, k=k, example_input=x, fuse=False)
+    assert slow(x).mean() > 0.02
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(
+    ("share", "dtype", "fault"),
+    [(0, torch.float32, False), (0.2, torch.float32, True), (0, torch.float64, True)],
+    ids=["rounding", "too many", "in float64"],
+)
+def test_what_rounding_moves_is_no_fault_of_the_kernels(share, dtype, fault, k, x, monkeypatch):
+    """A spike of the first neuron that differs, in float32 alone: deep nets make any distance of it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for i in (2, 8, 8) for m in (conv(i, 8), norm(8), node("lif", v_threshold=0.3)))).eval()
+    original = Launch.__call__
+
+    def launched(self, y, *arguments):
+        out, v = original(self, y, *arguments)
+        if y.dtype is dtype:
+            moved = torch.zeros(out.numel(), dtype=torch.bool)
+            moved[: 1 + int(share * out.numel())] = True
+            out = torch.where(moved.view(out.shape), 1 - out, out)
+        return out, v
+
+    monkeypatch.setattr(Launch, "__call__", launched)
+    monkeypatch.setattr(verify, "FAR", 1e-4)
+    net, x = (net.double(), x.double()) if dtype is torch.float64 else (net, x)
+    if not fault:
+        assert sj_tac.report(sj_tac.convert(net, k=k, example_input=x)).converted
+        return
+    with pytest.raises(ConversionError, match="failed in the fused kernels alone: the output differs"):
+        sj_tac.convert(net, k=k, example_input=x)
 
 
 def test_a_fault_of_the_fused_kernels_is_told_from_one_of_the_layers(x, monkeypatch):
