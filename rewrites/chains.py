@@ -227,7 +227,10 @@ class _Finder:
             detail = f"{named}; of an input {list(folded[0])} neurons are handed {sample.steps} frames, and take all for T"
             return Refusal(Reason.NEURON_FOLDED, detail)
         takes = f"no folded frames [T * N, ...]; SpikingJelly's layer.{kind.__name__} takes frames [T, N, ...]"
-        return Refusal(Reason.UNSUPPORTED_CONV, f"{named}, on {list(node.shape or ())} and {takes}")
+        return Refusal(
+            Reason.UNSUPPORTED_CONV,
+            f"{named}, on {list(node.shape) if node.shape else 'a value of unknown shape'} and {takes}",
+        )
 
     def follow(self, name: str, site: Node) -> Chain | Refusal:
         """Along the readers of the conv to its neurons."""

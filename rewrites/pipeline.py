@@ -84,18 +84,24 @@ class Source:
         """What ``convert_with`` makes of the model under ``policy``."""
         assert set(policy.layers) == set(self.layers), (policy.layers, self.layers)
         target = deep_copy(self.model)
-        return _made(decide(self._looked, target, policy, self.example), self.model, target, self.example, None)
+        # Who tries many policies measures what each does, and converts under the one that is kept once more.
+        return _made(decide(self._looked, target, policy, self.example), self.model, target, self.example, None, tried=True)
 
 
-def _made(plan: Plan, model: nn.Module, target: nn.Module, example_input: Any, evidence: Any) -> nn.Module:
-    """``target``, the model or a copy of it, converted and verified; as it was where that fails."""
+def _made(
+    plan: Plan, model: nn.Module, target: nn.Module, example_input: Any, evidence: Any, *, tried: bool = False
+) -> nn.Module:
+    """``target``, the model or a copy of it, converted and verified; as it was where that fails.
+
+    ``tried``: it is not compared with its definition.
+    """
     if not plan.layout.drives:
         raise ConversionError(_no_chain(model, plan))
     if target is not model:
         host.reset(target)
     handles = swap.apply(plan, target)
     try:
-        _verify(target, plan, example_input)
+        _verify(target, plan, example_input, not tried)
     except BaseException:
         swap.undo(target, handles)
         raise
@@ -119,7 +125,7 @@ def _runs_here(target: nn.Module, plan: Plan) -> bool:
     return plan.backend not in backends.ON_CUDA or device == "cuda"
 
 
-def _verify(target: nn.Module, plan: Plan, example_input: Any) -> None:
+def _verify(target: nn.Module, plan: Plan, example_input: Any, compared: bool) -> None:
     """Run the converted net once beside what was seen of its source."""
     if plan.seen is None:
         return
@@ -130,6 +136,7 @@ def _verify(target: nn.Module, plan: Plan, example_input: Any) -> None:
         exact=all_single(plan.settings),
         any_rate=plan.layout.emits_groups,
         runs_here=_runs_here(target, plan),
+        compared=compared,
     )
 
 

@@ -136,7 +136,10 @@ def _mapped(compact: Tensor, affine: tuple[Tensor, Tensor] | None) -> Tensor:
     if affine is None:
         return compact
     scale, shift = (x.view(-1, *[1] * (compact.dim() - 3)) for x in affine)
-    return (compact.to(scale.dtype) * scale + shift).to(compact.dtype)
+    wide = compact if compact.dtype is scale.dtype else compact.to(scale.dtype)
+    made = wide * scale
+    made = made + shift if torch.is_grad_enabled() else made.add_(shift)
+    return made if made.dtype is compact.dtype else made.to(compact.dtype)
 
 
 class Computed(Expression):
