@@ -43,6 +43,7 @@ _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 # Those that return indices are other functions.
 _MAX_POOLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d}
 _FLATTENS = {torch.flatten, "flatten"}
+_SQUEEZES = {"squeeze", "unsqueeze", torch.squeeze, torch.unsqueeze}
 _RESHAPES = {
     torch.reshape,
     "reshape",
@@ -51,10 +52,7 @@ _RESHAPES = {
     "reshape_as",
     *_FLATTENS,
     "unflatten",
-    "squeeze",
-    "unsqueeze",
-    torch.squeeze,
-    torch.unsqueeze,
+    *_SQUEEZES,
 }
 _PERMUTES = {"permute", torch.permute}
 _TRANSPOSES = {
@@ -167,8 +165,9 @@ def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.No
     if unclear or any(size != 1 for size in shape[:ahead]) or (constant is first and node.target in _DIVISIONS | _IN_PLACE):
         return Kind.FIXED
     # In another call such a tensor may have a size of 1 where it has a time or a batch: none but a parameter may say so.
-    spread = ahead and not constant.meta.get("parameter")
-    return Kind.WRITTEN if spread or node.target in _IN_PLACE else Kind.AFFINE
+    if ahead and not constant.meta.get("parameter"):
+        return Kind.SPREAD
+    return Kind.WRITTEN if node.target in _IN_PLACE else Kind.AFFINE
 
 
 def _written_kind(node: fx.Node, inputs: int) -> Kind:
@@ -318,6 +317,8 @@ def _reshape_kind(node: fx.Node, before: Layout, after: Layout) -> Kind:
     def frame(node: fx.Node, layout: Layout) -> tuple[int, ...]:
         return tuple(node.meta["shape"][1 if layout is Layout.FOLDED else 2 :])
 
+    if before is after and node.target in _SQUEEZES:
+        return Kind.LINEAR
     if frame(node.all_input_nodes[0], before) != frame(node, after):
         return Kind.RESHAPE
     return Kind.LINEAR if before is after else Kind.FOLD

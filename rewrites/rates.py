@@ -293,7 +293,7 @@ class _Walk:
             for reader in self.graph.readers(ahead.pop()):
                 if reader.kind is Kind.NORM and reader.once:
                     names.add(str(reader.module))
-                if reader.kind in (Kind.NORM, Kind.LINEAR, Kind.AFFINE, *SHAPES, Kind.WRITTEN):
+                if reader.kind in (Kind.NORM, Kind.LINEAR, Kind.AFFINE, *SHAPES, Kind.WRITTEN, Kind.SPREAD):
                     ahead.append(reader)
                 if reader.kind is Kind.AFFINE and reader.module in self.registered_affine():
                     names |= self.inner_norms(str(reader.module))

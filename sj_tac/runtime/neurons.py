@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,10 +201,10 @@ class UnitModule(neuron.BaseNode):
 
     def _noted(self, x: Shared) -> Tensor:
         unit, groups = self._tac, x.expression.groups
-        frames = x.frames(unit.name)
         if x.merges:
-            steps, groups = self._merged_steps(frames), groups.merged()
-            return Shared.of(SharedExpression(reference.first(steps, groups.frames), groups))
+            steps = self._merge(x.expression.mapped(), groups.steps, x.normalize)
+            return Shared.of(SharedExpression(steps, groups.merged()))
+        frames = x.frames(unit.name)
         one_for_many = groups.frames is not groups.steps
         if one_for_many:  # behind a binary collapse
             groups = groups.stepwise()
@@ -349,21 +350,24 @@ class UnitModule(neuron.BaseNode):
         return spikes.to(x.dtype)
 
     def _merged_steps(self, x: Tensor) -> Tensor:
-        """One step per group: ``h = r + beta^K (v - r) + gamma S_K I`` (``gamma I`` where not normalised)."""
-        unit = self._tac
-        drives = reference.mean_of_alike(x, group_lengths(x.shape[0], unit.span.merged))
+        """One step per group of the trace's."""
+        unit, lengths = self._tac, group_lengths(x.shape[0], self._tac.span.merged)
         before = group_lengths(-(-x.shape[0] // (unit.span.merged // unit.merge)), unit.merge)
+        return reference.repeat(self._merge(reference.mean_of_alike(x, lengths), before, unit.normalize), lengths)
+
+    def _merge(self, drives: Tensor, before: Sequence[int], normalize: bool) -> Tensor:
+        """A step on each drive, of so many: ``h = r + beta^K (v - r) + gamma S_K I`` (``gamma I`` where not normalised)."""
         v = host.take_state(self, drives)
         rest = host.resting_voltage(self)
         beta, gain = host.decay(self, v.dtype), host.input_gain(self, v.dtype)
         spikes, voltages = [], []
         for drive, length in zip(drives.unbind(), before, strict=True):
-            scale = gain * temporal_sum(beta, length) if unit.normalize else gain
+            scale = gain * temporal_sum(beta, length) if normalize else gain
             spike, v = host.fire_and_reset(self, rest + beta**length * (v - rest) + scale * drive.to(v.dtype))
             spikes.append(spike)
             voltages.append(v)
         host.put_state(self, v, voltages)
-        return reference.repeat(torch.stack(spikes).to(x.dtype), group_lengths(x.shape[0], unit.span.merged))
+        return torch.stack(spikes).to(drives.dtype)
 
 
 def _recordable(v: Tensor) -> Tensor:

@@ -166,7 +166,8 @@ def _squeeze(function: Any, args: Any, kwargs: Any) -> Any:
     x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     if not isinstance(x, Frames) or not x.intact or type(dim) is not int:
         return NotImplemented
-    return viewed(x, lambda t: function(t, dim)) if dim >= inner(x) else NotImplemented
+    at = dim % (len(x.dims) + (function in (Tensor.unsqueeze, torch.unsqueeze)))
+    return viewed(x, lambda t: function(t, dim)) if at >= inner(x) else NotImplemented
 
 
 @handles(Tensor.contiguous)

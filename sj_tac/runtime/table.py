@@ -56,11 +56,11 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     a, b = args
     in_place = function in _IN_PLACE
-    if not in_place and not (isinstance(a, Frames) and isinstance(b, Frames)):
-        return _add_constant(function, a, b)
-    if function is Tensor.__rsub__ or (a is b and in_place) or not _are_alike(a, b):
+    if not (isinstance(a, Frames) and isinstance(b, Frames)):
+        return _write(function, args) if in_place else _add_constant(function, a, b)
+    if function is Tensor.__rsub__ or not _are_alike(a, b, in_place):
         return NotImplemented
-    if in_place and (a.folded is not None or a._viewed is not None or a._made is not None):
+    if in_place and (a is b or a.folded is not None or a._viewed is not None or a._made is not None):
         return _write(function, args)
     plain = torch.sub if function in _MINUS else torch.add
     if isinstance(a, Spikes) and isinstance(b, Spikes):
@@ -90,29 +90,39 @@ def _add_constant(function: Any, a: Any, b: Any) -> Any:
     return with_constant(function, a, b) if type(a if isinstance(b, Frames) else b) in PLAIN else NotImplemented
 
 
-def _are_alike(a: Any, b: Any) -> bool:
-    """Whether both are intact values of one shape.
+def _are_alike(a: Any, b: Any, in_place: bool) -> bool:
+    """Whether both are intact values of one shape, or shared frames of which one has sizes of 1 in its place.
 
     An ordinary tensor is not noted: anybody may write into it before the sum is used.
     """
     if not all(isinstance(x, Frames) and x.intact and is_of_mode(x) for x in (a, b)):
         return False
-    return bool((a.dims, a.folded, a.kind) == (b.dims, b.folded, b.kind))
+    if (a.folded, a.kind) != (b.folded, b.kind) or a.dims == b.dims:
+        return bool((a.dims, a.folded, a.kind) == (b.dims, b.folded, b.kind))
+    widened = isinstance(a, Shared) and isinstance(b, Shared) and not in_place and len(a.dims) == len(b.dims)
+    return widened and a.dims[: inner(a)] == b.dims[: inner(b)] and _of_one_grouping([a, b]) is not None
 
 
 def _write(function: Any, args: Any) -> Any:
-    """``a += b`` of frames that exist, or are a view: who writes into a view writes into what it is a view of.
+    """What is written as frames: views, whose base is written as well, frames that somebody has read, a value by a number.
 
-    Behind one collapse the frames of both are alike as before, and stay so.
+    Behind one collapse frames are alike as before, and stay so.
     """
-    a, b = args
-    if not isinstance(a, Shared) or not is_collapsed(a) or a.merges:
+    a = args[0]
+    if not isinstance(a, Shared) or not a.intact or not is_collapsed(a) or a.merges:
         return NotImplemented
-    if _of_one_grouping([a, b]) is None:
+    if len(args) != 2 or not _is_alike_for_all(a, args[1]):
         return NotImplemented
     on_frames(function, args, {})
     settle(a)
     return a
+
+
+def _is_alike_for_all(a: Shared, b: Any) -> bool:
+    """Whether ``b`` is the same for all frames that are alike in ``a``: a number, a frame's constant, frames of its kind."""
+    if isinstance(b, Frames):
+        return _of_one_grouping([a, b]) is not None
+    return is_number(b) or (type(b) in PLAIN and b.dim() <= len(a.dims) - inner(a))
 
 
 def _sum_of_shared(a: Any, b: Any, plain: Any) -> tuple[SharedExpression, Any] | None:
@@ -224,10 +234,18 @@ def _scale(function: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(Tensor.neg, Tensor.__neg__, torch.neg, Tensor.clone, torch.clone, Tensor.__pos__, torch.positive)
 def _copy(function: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs or len(args) != 1 or not isinstance(args[0], Frames) or not args[0].intact:
+    kept = {"memory_format": torch.preserve_format}  # what torch takes for granted
+    if (kwargs and kwargs != kept) or len(args) != 1 or not isinstance(args[0], Frames) or not args[0].intact:
         return NotImplemented
     same = torch.neg if function in (Tensor.neg, Tensor.__neg__, torch.neg) else torch.clone
     return per_frame(args[0], same, True)
+
+
+@handles(Tensor.mul_, Tensor.__imul__, Tensor.__itruediv__)
+def _scale_in_place(function: Any, args: Any, kwargs: Any) -> Any:
+    """A value that is scaled where it stands: frames, which stay alike behind a collapse."""
+    factor = args[1] if len(args) == 2 else None
+    return NotImplemented if kwargs or factor is None or isinstance(factor, Frames) else _write(function, args)
 
 
 @handles(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as)
@@ -295,14 +313,11 @@ def _reduce(function: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 def _dropout(function: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout that is off; where it is on, frames behind a collapse, each of which has a mask of its own."""
+    """Dropout that is off; where it is on, every frame has a mask of its own, and none is like another."""
     x, training = args[0], kwargs.get("training", args[2] if len(args) > 2 else True)
     if not isinstance(x, Frames) or not x.intact or kwargs.get("inplace", args[3] if len(args) > 3 else False):
         return NotImplemented
-    if not training:
-        return x
-    behind = isinstance(x, Shared) and x.means is not None and x.means == x.expression.groups
-    return per_frame(x, lambda t: function(t, *args[1:], **kwargs), False) if behind else NotImplemented
+    return NotImplemented if training else x
 
 
 @handles(F.pad)

@@ -91,11 +91,6 @@ def checkpointed(x):
     return checkpoint(lambda t: t * 1.5, x, use_reentrant=True)
 
 
-def channels(x):
-    """Of frames [T, N, ...] and of folded ones alike."""
-    return x.dim() - 3
-
-
 CHANGES = {
     "nothing": lambda x: x,
     "doubled": lambda x: x * 2,
@@ -108,12 +103,16 @@ CHANGES = {
     "a dimension more and less": lambda x: x.unsqueeze(-1).squeeze(-1),
     "copied": lambda x: x.clone(memory_format=torch.preserve_format),
     "doubled in place": doubled_in_place,
+    "with its mean over channels": lambda x: x + x.mean(-3, keepdim=True),
+    "scaled in place by channel": lambda x: (x * 1).mul_(torch.linspace(0.5, 2, 8, dtype=x.dtype).view(-1, 1, 1)),
+    "in halves, one by one": lambda x: torch.cat([*x.unflatten(-3, (2, 4)).unbind(-3)], -3),
+    "by its own mean": lambda x: x * (1 + x.detach().mean()),
     "with its mean": lambda x: x + x.mean(),
     "less its mean over time": lambda x: x - x.mean(0),
     "rounded": lambda x: x.float().double(),
     "a view of the same shape": lambda x: x.view_as(x),
     "reshaped to the same": lambda x: x.reshape(x.shape),
-    "halves": lambda x: torch.cat(x.chunk(2, channels(x)), channels(x)),
+    "halves": lambda x: torch.cat(x.chunk(2, -3), -3),
     "retained": retained,
     "written": written,
     "summed in place": summed_in_place,
@@ -196,6 +195,20 @@ def test_what_is_fused_ends_collapsed_time_where_the_definition_does(name, on_sp
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, **tolerance, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("on_spikes", [True, False], ids=["spikes", "drives"])
+def test_dropout_that_is_on_makes_every_frame_another(on_spikes, policy):
+    x, found = frames(6, 3, 2, 8, 8, dtype=torch.float64), []
+    for fuse in (True, False):
+        # Off while convert looks, and on while autograd records.
+        net = Net(lambda y: F.dropout(y, 0.3, torch.is_grad_enabled()), on_spikes, False).double()
+        net = sj_tac.convert(net, POLICIES[policy], example_input=x, fuse=fuse)
+        torch.manual_seed(5)
+        found.append(run(net, x[:5], True))
+    for key, value in found[1].items():
+        torch.testing.assert_close(found[0][key], value, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("folds", [False, True], ids=["frames", "folded"])

@@ -51,7 +51,14 @@ WEIGHT = torch.randn(3, C, 3, 3, dtype=torch.float64)
 STATISTICS = (torch.randn(C, dtype=torch.float64), torch.rand(C, dtype=torch.float64) + 0.5)
 GAINS = torch.linspace(0.5, 2, C, dtype=torch.float64).view(C, 1, 1)
 MAP = torch.randn(C, *SHAPE[2:], dtype=torch.float64)
+
+
 # name -> (operation, on folded frames). Every function of the table stands here at least once.
+def doubled(x):
+    x += x
+    return x
+
+
 OPERATIONS = {
     "add": (lambda x, y: x + y, False),
     "torch.add": (lambda x, y: torch.add(x, y), False),
@@ -167,6 +174,16 @@ OPERATIONS = {
     "one channel": (lambda x, y: x[:, :, 1], False),
     "last column": (lambda x, y: x[..., -1], False),
     "one sample": (lambda x, y: x[:, 1], False),
+    "unbind": (lambda x, y: x.unbind(2)[1], False),
+    "unbind of folded frames": (lambda x, y: torch.unbind(x, dim=-1)[0], True),
+    "movedim": (lambda x, y: x.movedim(2, -1), False),
+    "moveaxis": (lambda x, y: torch.moveaxis(x, -1, 2), False),
+    "clone as it is": (lambda x, y: x.clone(memory_format=torch.preserve_format), False),
+    "a mean of channels, and the rest": (lambda x, y: x.mean(2, keepdim=True) + x, False),
+    "the rest, less a mean of places": (lambda x, y: x - x.mean((3, 4), keepdim=True), False),
+    "mul_": (lambda x, y: (x * 1).mul_(1.5), False),
+    "mul_ by channel": (lambda x, y: (x * 1).mul_(torch.linspace(0.5, 2, x.shape[2], dtype=x.dtype).view(-1, 1, 1)), False),
+    "doubled in place": (lambda x, y: doubled(x * 1), False),
     "chunk": (lambda x, y: x.chunk(2, 2)[1], False),
     "torch.chunk": (lambda x, y: torch.chunk(x, 4, dim=-1)[2], False),
     "split": (lambda x, y: torch.split(x, 3, 2)[0], False),
@@ -281,9 +298,10 @@ def test_the_list_is_closed_and_every_entry_is_tried():
             operation(x.flatten(0, 1) if folded else x * 1, y)
     known = {getattr(f, "__name__", str(f)).strip("_") for f in called}
     others = {  # the same functions under other names, and those for frames of other dimensions
-        "requires_grad", "get", "iadd", "isub", "radd", "rmul", "mul", "truediv", "div", "neg", "concatenate", "avg_pool3d",
-        "adaptive_avg_pool1d", "adaptive_avg_pool3d", "dropout1d", "dropout2d", "dropout3d", "conv1d", "conv3d", "pad",
-        "boolean_dispatch", "rsub", "pos", "rmatmul", "max_pool1d", "max_pool3d", "sub", "add", "fn", "view", "reshape",
+        "imul", "idiv", "requires_grad", "get", "iadd", "isub", "radd", "rmul", "mul", "truediv", "div", "neg",
+        "concatenate", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool3d", "dropout1d", "dropout2d", "dropout3d",
+        "conv1d", "conv3d", "pad", "boolean_dispatch", "rsub", "pos", "rmatmul", "max_pool1d", "max_pool3d", "sub",
+        "add", "fn", "view", "reshape",
     }  # fmt: skip
     assert {getattr(f, "__name__", str(f)).strip("_") for f in TABLE} - known - others == set()
     assert Tensor.relu not in TABLE
