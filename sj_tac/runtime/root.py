@@ -66,6 +66,7 @@ class Leave:
     """
 
     of_sj_tac = True
+    emits: Span | None = None
 
     def __init__(self, borders: Borders, emits: Span | None) -> None:
         self.borders, self.emits = borders, emits
