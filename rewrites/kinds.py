@@ -18,7 +18,7 @@ class Kind(StrEnum):
     ADDED = "added in place"  # a sum, but into spikes it is written as frames
     LINEAR = "linear"  # weighted sums of frames may pass
     AFFINE = "affine"  # drives and frames that stand for several steps may pass; sums may not
-    WRITTEN = "written"  # in place by a number: affine, but frames are made to write into
+    WRITTEN = "written"  # in place by a number: affine, but frames are made to write into; collapsed time ends there
     SPREAD = "spread"  # affine, with a tensor that has a place for time or batch; collapsed time ends there
     FOLD = "fold"  # linear: time folded into the batch or unfolded, and nothing else
     RESHAPE = "reshape"  # linear: other dimensions or a part of them; collapsed time ends there
@@ -31,7 +31,7 @@ SHAPES = (Kind.FOLD, Kind.RESHAPE)
 # Through these a drive that is shared by several frames may reach a neuron and still be that neuron's own, weighted drive.
 CARRIES_DRIVES = {Kind.SITE, Kind.NORM, *SUMS, Kind.LINEAR, Kind.AFFINE, Kind.WRITTEN, Kind.SPREAD, *SHAPES}
 # Frames that stand for several steps may pass through these.
-CARRIES_SPANS = CARRIES_DRIVES - {Kind.RESHAPE, Kind.SPREAD} | {Kind.MAX_POOL}
+CARRIES_SPANS = CARRIES_DRIVES - {Kind.RESHAPE, Kind.WRITTEN, Kind.SPREAD} | {Kind.MAX_POOL}
 # Weighted sums of frames may pass through these, whatever the weights sum to.
 CARRIES_SUMS = {Kind.SUM, Kind.LINEAR, *SHAPES}
 # What makes equal frames of equal frames.

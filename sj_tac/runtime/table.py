@@ -57,7 +57,7 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
     a, b = args
     in_place = function in _IN_PLACE
     if not (isinstance(a, Frames) and isinstance(b, Frames)):
-        return _write(function, args) if in_place else _add_constant(function, a, b)
+        return NotImplemented if in_place else _add_constant(function, a, b)
     if function is Tensor.__rsub__ or not _are_alike(a, b, in_place):
         return NotImplemented
     if in_place and (a is b or a.folded is not None or a._viewed is not None or a._made is not None):
@@ -104,25 +104,18 @@ def _are_alike(a: Any, b: Any, in_place: bool) -> bool:
 
 
 def _write(function: Any, args: Any) -> Any:
-    """What is written as frames: views, whose base is written as well, frames that somebody has read, a value by a number.
+    """``a += b`` written as frames: of views, whose base is written as well, of frames that somebody has read, of ``a`` itself.
 
     Behind one collapse frames are alike as before, and stay so.
     """
     a = args[0]
     if not isinstance(a, Shared) or not a.intact or not is_collapsed(a) or a.merges:
         return NotImplemented
-    if len(args) != 2 or not _is_alike_for_all(a, args[1]):
+    if _of_one_grouping(args) is None:
         return NotImplemented
     on_frames(function, args, {})
     settle(a)
     return a
-
-
-def _is_alike_for_all(a: Shared, b: Any) -> bool:
-    """Whether ``b`` is the same for all frames that are alike in ``a``: a number, a frame's constant, frames of its kind."""
-    if isinstance(b, Frames):
-        return _of_one_grouping([a, b]) is not None
-    return is_number(b) or (type(b) in PLAIN and b.dim() <= len(a.dims) - inner(a))
 
 
 def _sum_of_shared(a: Any, b: Any, plain: Any) -> tuple[SharedExpression, Any] | None:
@@ -239,13 +232,6 @@ def _copy(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     same = torch.neg if function in (Tensor.neg, Tensor.__neg__, torch.neg) else torch.clone
     return per_frame(args[0], same, True)
-
-
-@handles(Tensor.mul_, Tensor.__imul__, Tensor.__itruediv__)
-def _scale_in_place(function: Any, args: Any, kwargs: Any) -> Any:
-    """A value that is scaled where it stands: frames, which stay alike behind a collapse."""
-    factor = args[1] if len(args) == 2 else None
-    return NotImplemented if kwargs or factor is None or isinstance(factor, Frames) else _write(function, args)
 
 
 @handles(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type_as)

@@ -97,11 +97,10 @@ class Frames(Tensor):
         """
         if self._viewed is not None and not (self._viewed[0].intact and self._viewed[0].expression is self._viewed[1]):
             return False
-        if self._made is None:
-            if not torch.is_grad_enabled() or self._is_own_node():
-                return True
-            self._made = self.frames()
-        return not self._watched and self._made._version == self._as_made
+        if torch.is_grad_enabled() and not self._is_own_node():
+            self.frames()
+        made = self._made
+        return made is None or (not self._watched and made._version == self._as_made)
 
     @property
     def is_written(self) -> bool:
@@ -128,16 +127,15 @@ class Frames(Tensor):
 
     def frames(self, reader: str = "") -> Tensor:
         """The frames as an ordinary tensor, made on the first call. Raises StaleValueError where they no longer can be."""
-        if self._made is not None:
-            return self._made
         with below_functions():  # _is_own_node, written out
             own = self.grad_fn is self._node and (self._node is not None or not self.requires_grad)
         if not own:
             # Something below Python put the value elsewhere in autograd's graph: take it from there, whoever reads it first.
             with below_functions(), torch.enable_grad():
-                self._made = torch.ops.aten.alias(self)
+                self._made, self._node = torch.ops.aten.alias(self), self.grad_fn
             self._as_made = self._followed = self._made._version
             self._watched = not settle(self, self._made)
+        if self._made is not None:
             return self._made
         exist = self._viewed is None and self.expression.made
         if self._viewed is None and self.maker is not None and not exist:

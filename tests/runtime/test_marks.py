@@ -211,6 +211,31 @@ def test_dropout_that_is_on_makes_every_frame_another(on_spikes, policy):
         torch.testing.assert_close(found[0][key], value, rtol=1e-9, atol=1e-10)
 
 
+class Checkpointed(nn.Module):
+    """A layer of the net is run again in the backward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.again = layer, False
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=True) if self.again else self.layer(x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "defined"])
+def test_a_checkpoint_of_one_layer_keeps_its_gradient(fuse, policy):
+    net, found = Net(lambda x: x, True, False).double(), []
+    net.second = Checkpointed(net.second)
+    net = sj_tac.convert(net, POLICIES[policy], example_input=frames(6, 3, 2, 8, 8, dtype=torch.float64), fuse=fuse)
+    for net.second.again in (False, True):
+        net.zero_grad()
+        found.append(run(net, frames(5, 3, 2, 8, 8, dtype=torch.float64), True))
+        found[-1] = {key: value.clone() for key, value in found[-1].items()}
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("folds", [False, True], ids=["frames", "folded"])
 def test_gradients_that_are_kept_are_those_of_each_frame(folds):
     """Of frames that are alike behind a collapse, too, as the definition shares a gradient out among them."""
