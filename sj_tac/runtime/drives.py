@@ -78,8 +78,10 @@ class Drive:
 
     def _hold(self, node: nn.Module) -> None:
         """Note a neuron, without keeping it alive where it is replaced: the host's ``reset_net`` looks for that."""
-        self._neuron, self._twin = weakref.ref(node), object.__new__(type(node))
-        self._twin.__dict__ = node.__dict__
+        twin = object.__new__(type(node))
+        twin.__dict__ = node.__dict__
+        # Nobody resets the voltages of a neuron that is gone, which may hang on autograd's graph.
+        self._neuron, self._twin = weakref.ref(node, lambda _: host.reset_memories(twin)), twin
 
     @property
     def node(self) -> nn.Module:

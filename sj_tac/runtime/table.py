@@ -104,7 +104,7 @@ def _are_alike(a: Any, b: Any, in_place: bool) -> bool:
 
 
 def _write(function: Any, args: Any) -> Any:
-    """``a += b`` written as frames: of views, whose base is written as well, of frames that somebody has read, of ``a`` itself.
+    """``a += b`` written as frames: of a view, whose base is written as well, of frames that somebody has read, of ``a``.
 
     Behind one collapse frames are alike as before, and stay so.
     """
