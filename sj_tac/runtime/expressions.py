@@ -132,6 +132,39 @@ class SharedExpression(Expression):
         return frames.clone() if frames is compact else frames
 
 
+class _Unmade:
+    """Compact frames that an expression makes whenever somebody reads them."""
+
+    __slots__ = ("_expression", "device", "dtype", "shape")
+
+    def __init__(self, expression: Expression, shape: tuple[int, ...], like: Tensor) -> None:
+        self._expression, self.shape, self.dtype, self.device = expression, torch.Size(shape), like.dtype, like.device
+
+    def make(self) -> Tensor:
+        """The compact frames, anew."""
+        return self._expression.make()
+
+
+class SharedAgain(SharedExpression):
+    """``repeat(compact)`` of compact frames [G, N, C, ...] that nobody has made: ``again`` does where they are read.
+
+    Args:
+        shape: of the compact frames; like: a tensor of their dtype and device.
+    """
+
+    def __init__(self, again: Expression, groups: Groups, shape: tuple[int, ...], like: Tensor) -> None:
+        super().__init__(_Unmade(again, shape, like), groups)
+        self._again = again
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """What gradients may flow to."""
+        return self._again.inputs
+
+    def on(self, *inputs: Tensor) -> Tensor:
+        return reference.repeat(self._again.on(*inputs), self.groups.frames)
+
+
 def _mapped(compact: Tensor, affine: tuple[Tensor, Tensor] | None) -> Tensor:
     if affine is None:
         return compact

@@ -230,11 +230,11 @@ class _PoolModule(nn.Module):
         pool = self._tac
         if not host.is_multi_step(self):
             return self._pooled(ordinary(x, pool.name))
-        if isinstance(x, Spikes) and is_usable(x):
+        if isinstance(x, (Shared, Spikes)) and is_usable(x):
             if x.pooled is not None and x.pooled[0] == host.pool_window(self):
                 x.note_use()
                 return x.pooled[1]
-            if x.means is not None and x.unpooled is not None:
+            if isinstance(x, Spikes) and x.means is not None and x.unpooled is not None:
                 steps = self._pooled(x.unpooled)
                 if pool.means:
                     value = Shared.of(SharedExpression(reference.mean(steps, x.means.steps), x.means), x.means)

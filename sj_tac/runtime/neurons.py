@@ -22,7 +22,7 @@ from sj_tac.kernels.weights import group_lengths, temporal_sum
 from sj_tac.runtime import compiled, straight
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.convs import LOGITS, DriveModule
-from sj_tac.runtime.expressions import Made, SharedExpression, over
+from sj_tac.runtime.expressions import Made, SharedAgain, SharedExpression, over
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.launching import Prepared
 from sj_tac.runtime.layers import pending
@@ -278,10 +278,9 @@ class UnitModule(neuron.BaseNode):
         inner = Shared.of(SharedExpression(out, groups))
         if pool is None:
             return inner
-        shape = (groups.total, *run.frame)
-        frames = over(run.again(None, None, 1), lambda t: reference.repeat(t, groups.frames))
-        value = Spikes.of(frames, shape, out, pooled=(host.pool_window(pool) or (), inner))
-        value.maker = unit
+        shape = (len(groups.frames), *run.frame)
+        value = Shared.of(SharedAgain(run.again(None, None, 1), groups, shape, out))
+        value.pooled, value.maker = (host.pool_window(pool) or (), inner), unit
         return value
 
     def _emit_means(self, run: Run, means: Groups) -> Tensor:

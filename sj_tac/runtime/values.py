@@ -241,6 +241,8 @@ class Shared(Frames):
     merges: bool = False
     normalize: bool = True
     _becoming: tuple[SharedExpression, Groups | None] | None = None
+    # As of spikes, behind a binary collapse.
+    pooled: tuple[tuple[int, ...], Tensor] | None = None
 
     @staticmethod
     def of(expression: SharedExpression, means: Groups | None = None, folded: int | None = None) -> Shared:
@@ -269,7 +271,7 @@ class Shared(Frames):
         """The new expression of ``x += y``, once autograd has taken note of the sum."""
         assert self._becoming is not None
         self.expression, self.means = self._becoming
-        self.merges = False
+        self.merges, self.pooled = False, None
 
 
 class Spikes(Frames):
@@ -377,6 +379,7 @@ def settle(x: Frames, frames: Tensor | None = None) -> bool:
     held = x.__dict__
     held["expression"], held["means"], held["_viewed"] = expression, source.means, None
     held["merges"], held["normalize"], held["_becoming"] = source.merges, source.normalize, None
+    held["pooled"] = None
     held["_as_made"] = frames._version
     return True
 

@@ -6,7 +6,7 @@ One layer collapses and others do not, so that a mark that is lost, or kept too 
 import pytest
 import torch
 import torch.nn.functional as F
-from spikingjelly.activation_based import functional
+from spikingjelly.activation_based import functional, layer
 from support import conv, frames, node
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -195,6 +195,41 @@ def test_what_is_fused_ends_collapsed_time_where_the_definition_does(name, on_sp
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, **tolerance, msg=lambda m, key=key: f"{key}: {m}")
+
+
+HOOKS = {
+    "none": lambda m, args, y: None,
+    "another value": lambda m, args, y: y * 1.1,
+    "a copy": lambda m, args, y: y.clone(),
+    "turned": lambda m, args, y: y.flip(-1),
+    "written": lambda m, args, y: (y.mul_(1.1), None)[1],
+    "summed": lambda m, args, y: summed_in_place(y),
+    "looked at": lambda m, args, y: (y.sum(), None)[1],
+}
+
+
+@pytest.mark.parametrize("spikes", ["count", "binary"])
+@pytest.mark.parametrize("name", [*HOOKS, "another pool", "a pool of means", "no pool"])
+def test_what_a_hook_makes_of_spikes_in_front_of_a_pool(name, spikes):
+    x, found = frames(7, 3, 2, 8, 8, dtype=torch.float64), []
+    policy = {"default": {"mode": "collapse", "k": 2, "spikes": spikes}}
+    for fuse in (True, False):
+        torch.manual_seed(0)
+        pool = layer.MaxPool2d(2, step_mode="m")
+        net = nn.Sequential(
+            conv(2, 8), node("lif", v_threshold=0.2), pool, conv(8, 8), node("lif", v_threshold=0.1)
+        ).double()
+        net = sj_tac.convert(net, policy, example_input=x, fuse=fuse)
+        if name in HOOKS:
+            net[1].register_forward_hook(HOOKS[name])
+        elif name == "no pool":
+            net[2] = nn.Identity()
+        else:
+            net[2] = (layer.MaxPool2d if name == "another pool" else layer.AvgPool2d)(4, step_mode="m")
+        found.append([run(net, x, recorded) for recorded in (False, True)])
+    for fused, defined in zip(*found, strict=True):
+        for key, value in defined.items():
+            torch.testing.assert_close(fused[key], value, rtol=1e-9, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
