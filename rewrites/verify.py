@@ -198,9 +198,22 @@ def verify(
     """
     problem, error = "", None
     if runs_here:
+        expected, whose = source, "the source's"
+        roles = [role for m in model.modules() if (role := m.__dict__.get("_tac")) is not None]
+        if not exact and compared and any(role.borders.fused for role in roles):
+            made = [(role.made, role.made.copy()) for role in roles if hasattr(role, "made")]
+            with definition(model):
+                expected, whose = run(model, arguments, {}, watched=False), "that of fuse=False"
+            for now, before in made:  # a report does not tell of frames that were looked at here
+                now.clear()
+                now.update(before)
+        # The last of all, so that a report tells of this one.
         fused = run(model, arguments, {}, watched=False)
         problem, error = fused.failure or _compare(source.output, fused.output, any_rate), fused.error
-        problem = problem or (_unlike(source, fused, model, arguments, exact) if exact or compared else "")
+        if not problem and (exact or expected is not source):
+            problem = _far(expected.output, fused.output, whose)
+            rounded = problem and _few_differ(model, arguments) and _are_alike_in_float64(model, arguments)
+            problem = "" if rounded else problem
     data = tensors(arguments)
     if any(dispatch.autocasts(x.device.type) or x.dtype in (torch.bfloat16, torch.float16) for x in data):
         exact = False  # the definition's neurons step in float32, and may make their spikes otherwise
@@ -229,19 +242,6 @@ def _compare(expected: list[Tensor], got: list[Tensor], any_rate: bool) -> str:
         if torch.isfinite(a).all() and not torch.isfinite(b).all():
             return "the output is not finite, the source's is"
     return ""
-
-
-def _unlike(source: Run, fused: Run, model: nn.Module, arguments: tuple[Any, ...], exact: bool) -> str:
-    """Where a fused net puts out other numbers than its definition, or than its source where nothing is aggregated."""
-    expected, whose = source, "the source's"
-    if not exact:
-        if not any(role.borders.fused for m in model.modules() if (role := m.__dict__.get("_tac")) is not None):
-            return ""
-        with definition(model):
-            expected, whose = run(model, arguments, {}, watched=False), "that of fuse=False"
-    problem = _far(expected.output, fused.output, whose)
-    rounded = problem and _few_differ(model, arguments) and _are_alike_in_float64(model, arguments)
-    return "" if rounded else problem
 
 
 def _far(expected: list[Tensor], got: list[Tensor], whose: str) -> str:

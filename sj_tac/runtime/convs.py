@@ -300,7 +300,9 @@ class DriveModule(Matchable):
         # Behind a collapse all frames of a group are alike; their mean is what they are.
         compact = reference.mean_of_alike(x, lengths)
         steps = even(-(-x.shape[0] // drive.span.merged), drive.span.stretch)
-        groups, keeps = Groups(steps.steps, tuple(lengths), drive.span.merged), not torch.compiler.is_compiling()
+        # One object for both says that there is no binary collapse, to whoever takes these sums from the cache, too.
+        apart = steps.steps if drive.span.merged == 1 else tuple(lengths)
+        groups, keeps = Groups(steps.steps, apart, drive.span.merged), not torch.compiler.is_compiling()
         wanted = drive.wants(groups, (x.dtype, x.device), logits, keeps)
         assert wanted is not None
         return drive.aggregate(compact, wanted), wanted.groups.frames

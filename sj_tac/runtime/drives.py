@@ -147,13 +147,16 @@ class Drive:
         wide = WIDE.get(kind[0]) or reference.accumulation_dtype(kind[0])
         source = logits
         decays = self.weights == "decay" and self.k > first  # one frame alone is what it is
-        if source is None and decays and isinstance(self.node, host.neuron.ParametricLIFNode):
-            source = self.node._parameters.get("w")
-            source = self.node.w if source is None else source  # parametrized: another tensor every time
+        # The twin has what the neuron has, without a look whether that is still there.
+        node: Any = self._twin
+        if source is None and decays and isinstance(node, host.neuron.ParametricLIFNode):
+            node = self.node
+            source = node._parameters.get("w")
+            source = node.w if source is None else source  # parametrized: another tensor every time
         number = _number(source) if source is not None and keeps else None
         if number is not None and (found := self._cache.get((of, kind, number))) is not None:
             return found
-        beta = host.decay(self.node, wide) if decays else 0.0
+        beta = host.decay(node, wide) if decays else 0.0
         if isinstance(beta, Tensor) or logits is not None:
             source = cast(Any, self.node).w if logits is None else logits
             assert source is not None
