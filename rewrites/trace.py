@@ -318,8 +318,8 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
 
 
 def _tell_einops() -> None:
-    """Let einops, where the model's code has imported it, take proxies for tensors."""
-    if (backends := sys.modules.get("einops._backends")) is not None:
+    with contextlib.suppress(Exception):  # whoever has imported it, from 0.7 on: it takes proxies for tensors
+        backends: Any = sys.modules["einops._backends"]
         backends._type2backend[_ValueProxy] = backends.get_backend(torch.empty(0))
 
 
