@@ -256,7 +256,9 @@ class _Walk:
         opened = [d for d in self.drives.values() if d.settings.mode == "collapse"]
         if not opened or not all(len(n.inputs) == 1 for n in outputs) or opened[-1].settings.emit != "groups":
             return None
-        return self.spans[outputs[0].index] if outputs else PLAIN
+        # A call puts out all frames of a value that is folded.
+        folded = any(before.folded for node in outputs for before in self.graph.inputs(node))
+        return self.spans[outputs[0].index] if outputs and not folded else PLAIN
 
     def take(self, chain: Chain, node: Node, span: Span) -> None:
         """Convert a chain at this place of the time axis, or refuse it."""

@@ -167,6 +167,26 @@ def test_groups_come_out_whatever_the_way(spikes):
     assert len(expected) == (5 if spikes == "count" else 2)
 
 
+@pytest.mark.parametrize("way", ["fused", "defined", "watched"])
+def test_folded_frames_come_out_as_they_are(way):
+    """Their rows are samples of all frames, of which no group can be told."""
+
+    class Folded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = three_layers(None)
+
+        def forward(self, x):
+            return self.features(x).flatten(0, 1)
+
+    net, x = Folded(), frames(7, 3, 2, 8, 8)
+    policy = {"default": {"mode": "collapse", "k": 2, "emit": "groups"}}
+    made = sj_tac.convert(net, policy, example_input=x, fuse=way != "defined")
+    if way == "watched":
+        made.features[3].register_full_backward_hook(lambda m, i, o: None)
+    assert made(x).shape == (21, 4, 8, 8)
+
+
 def test_k_counts_source_steps_behind_a_collapse():
     """Behind a collapse by 2, a layer of k=4 aggregates two frames, weighted beta^2 : 1."""
     net = three_layers(None)

@@ -133,16 +133,18 @@ class SharedExpression(Expression):
 
 
 class _Unmade:
-    """Compact frames that an expression makes whenever somebody reads them."""
+    """Compact frames that an expression makes whenever somebody reads them, recorded where this was born recorded."""
 
-    __slots__ = ("_expression", "device", "dtype", "shape")
+    __slots__ = ("_expression", "_recorded", "device", "dtype", "shape")
 
     def __init__(self, expression: Expression, shape: tuple[int, ...], like: Tensor) -> None:
         self._expression, self.shape, self.dtype, self.device = expression, torch.Size(shape), like.dtype, like.device
+        self._recorded = torch.is_grad_enabled()
 
     def make(self) -> Tensor:
         """The compact frames, anew."""
-        return self._expression.make()
+        with torch.set_grad_enabled(self._recorded):
+            return self._expression.make()
 
 
 class SharedAgain(SharedExpression):
