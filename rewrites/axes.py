@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewrites.arguments import copied
 from rewrites.layouts import Sample
-from rewrites.trace import copied
 from sj_tac import host
 from sj_tac.runtime.borders import Axes
 

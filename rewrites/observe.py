@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.trace import copied
+from rewrites.arguments import copied
 from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.runtime.swaps import is_swapped

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap, verify as verification
+from rewrites.arguments import as_arguments
 from rewrites.corrections import MATCH, Correction, is_as_made, take_back
 from rewrites.observe import observe
 from rewrites.plan import Plan, all_single, analyse, decide, look, report_on, run_source
-from rewrites.trace import as_arguments
 from sj_tac import host
 from sj_tac.errors import ConversionError, ModelTypeError
 from sj_tac.kernels import backends

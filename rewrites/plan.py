@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from rewrites import verify as verification
+from rewrites.arguments import as_arguments
 from rewrites.axes import find_axes
 from rewrites.chains import Chain, find_chains
 from rewrites.dtypes import decided
@@ -20,7 +21,7 @@ from rewrites.graph import Graph, read
 from rewrites.layouts import Sample
 from rewrites.promises import broken_promises, own_forwards
 from rewrites.rates import DrivePlace, Layout, lay_out
-from rewrites.trace import as_arguments, trace
+from rewrites.trace import trace
 from rewrites.weights import MIXED
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.trace import copied
+from rewrites.arguments import copied
 from sj_tac import host
 from sj_tac.verdicts import Reason, Refusal
 

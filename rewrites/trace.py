@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from rewrites.arguments import PLAIN, as_arguments, by_name, copied, described
 from rewrites.buffers import Buffers, written
 from rewrites.operations import site_layer
 from sj_tac import host
@@ -246,22 +247,6 @@ class _ValueTracer(_LeafTracer):
             self._running = self.buffers.paused = False
 
 
-def as_arguments(example_input: Any) -> tuple[Any, ...]:
-    """``example_input`` as the positional arguments of forward."""
-    return tuple(example_input) if isinstance(example_input, (tuple, list)) else (example_input,)
-
-
-def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with copies of their tensors: a forward that writes into its input does not write into the caller's."""
-
-    def copy(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, Tensor) else value
-
-    found: tuple[Any, ...] = torch.utils._pytree.tree_map(copy, arguments)
-    return found
-
-
-_PLAIN = (bool, int, float, str, type(None))
 # A trace patches the class of all modules and puts back what it found, which must not be another trace's patch.
 _ONE_TRACE = threading.RLock()
 
@@ -296,7 +281,7 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
         with host.looked_at(model):
             return _traced(_LeafTracer(), model, {}, sampled=False)
     arguments = copied(as_arguments(example_input))
-    given = _by_name(model, arguments)
+    given = by_name(model, arguments)
     # Each in a look of its own: what symbols leave in attributes is not for the sample to meet.
     with contextlib.suppress(Exception), host.looked_at(model):
         # Opaque nodes are the last resort: the sample may get through.
@@ -363,37 +348,9 @@ def _concrete(model: nn.Module, given: dict[str, Any], sampled: bool) -> dict[st
         if name not in given:
             if p.default is not p.empty:
                 found[name] = p.default
-        elif not sampled and (type(given[name]) in _PLAIN or (p.kind in stars and not given[name])):
+        elif not sampled and (type(given[name]) in PLAIN or (p.kind in stars and not given[name])):
             found[stars.get(p.kind, "") + name] = given[name]
     return found
-
-
-def _by_name(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments by the names that forward gives them. Raises TraceError."""
-    try:
-        signature = inspect.signature(model.forward)
-        given = signature.bind(*arguments).arguments
-    except (TypeError, ValueError) as error:
-        raise TraceError(
-            f"the forward of {type(model).__name__} does not take example_input of shape {described(arguments)} ({error}); "
-            "example_input is one input or a tuple of forward's positional arguments: give the others a default, or "
-            "convert a module that calls this one with all of them"
-        ) from error
-    for p in signature.parameters.values():
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            given.setdefault(p.name, () if p.kind is p.VAR_POSITIONAL else {})
-    return given
-
-
-def described(arguments: tuple[Any, ...]) -> str:
-    """Arguments as errors show them: shapes of tensors, classes of what is no number."""
-
-    def short(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return list(leaf.shape)
-        return leaf if type(leaf) in _PLAIN else type(leaf).__name__
-
-    return str(torch.utils._pytree.tree_map(short, list(arguments)))[:300]
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rewrites.arguments import copied, described
 from rewrites.layouts import Layout, Sample
-from rewrites.trace import copied, described
 from sj_tac import host
 from sj_tac.errors import ConversionError
 from sj_tac.host import dispatch

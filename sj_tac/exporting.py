@@ -18,8 +18,8 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from rewrites.arguments import as_arguments, copied
 from rewrites.pipeline import deep_copy, record_of
-from rewrites.trace import as_arguments, copied
 from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import ExportError, InputError, StateNotExportedWarning

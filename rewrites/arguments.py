@@ -1,0 +1,56 @@
+"""The arguments of a model's forward: as a sample gives them, and as errors show them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac.errors import TraceError
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def as_arguments(example_input: Any) -> tuple[Any, ...]:
+    """``example_input`` as the positional arguments of forward."""
+    return tuple(example_input) if isinstance(example_input, (tuple, list)) else (example_input,)
+
+
+def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with copies of their tensors: a forward that writes into its input does not write into the caller's."""
+
+    def copy(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    found: tuple[Any, ...] = torch.utils._pytree.tree_map(copy, arguments)
+    return found
+
+
+def by_name(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments by the names that forward gives them. Raises TraceError."""
+    try:
+        signature = inspect.signature(model.forward)
+        given = signature.bind(*arguments).arguments
+    except (TypeError, ValueError) as error:
+        raise TraceError(
+            f"the forward of {type(model).__name__} does not take example_input of shape {described(arguments)} ({error}); "
+            "example_input is one input or a tuple of forward's positional arguments: give the others a default, or "
+            "convert a module that calls this one with all of them"
+        ) from error
+    for p in signature.parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            given.setdefault(p.name, () if p.kind is p.VAR_POSITIONAL else {})
+    return given
+
+
+def described(arguments: tuple[Any, ...]) -> str:
+    """Arguments as errors show them: shapes of tensors, classes of what is no number."""
+
+    def short(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return list(leaf.shape)
+        return leaf if type(leaf) in PLAIN else type(leaf).__name__
+
+    return str(torch.utils._pytree.tree_map(short, list(arguments)))[:300]
