@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from rewrites.answers import as_tensors
 from rewrites.arguments import PLAIN, as_arguments, by_name, copied, described
 from rewrites.buffers import Buffers, written
 from rewrites.operations import site_layer
@@ -51,6 +51,14 @@ class _LeafTracer(fx.Tracer):
             raise TypeError(f"{getattr(function, '__name__', function)} writes a value into a tensor that the forward made")
         index, value = (args[1], args[2]) if function is Tensor.__setitem__ else (None, list(args))
         return self.create_proxy("call_function", written, (into, index, value), {})
+
+    def is_instance(self, proxy: fx.Proxy, classes: Any) -> bool:
+        """What ``isinstance`` says of a symbol: it stands for a tensor, for all one knows without a sample."""
+        if not issubclass(Tensor, classes):
+            return False
+        if not self.opaque:
+            raise TypeError(f"whether {proxy} is a tensor: the sample knows")
+        return True
 
     def create_arg(self, a: Any) -> Any:
         return super().create_arg(self.buffers.now(a))
@@ -200,6 +208,9 @@ class _ValueTracer(_LeafTracer):
         proxy = super().create_proxy(kind, target, args, kwargs, name, type_expr, make)
         return self._spread(proxy, value) if kind == "placeholder" or isinstance(value, dict) else proxy
 
+    def is_instance(self, proxy: Any, classes: Any) -> bool:
+        return isinstance(proxy._held, classes)
+
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, target, *args, **kwargs)
         if kind == "get_attr" and "shape" not in node.meta:
@@ -293,25 +304,19 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
     with host.looked_at(model):
         host.reset_memories(model)  # voltages may be those of another batch
         try:
-            _tell_einops()
             return _traced(_ValueTracer(given), model, given, sampled=True)
         except TraceError as error:
+            why = _first_line(error.__cause__ or error)
             raise TraceError(
-                f"tracing failed with example_input of shape {described(arguments)}: {error.__cause__}; check that "
+                f"tracing failed with example_input of shape {described(arguments)}: {why}; check that "
                 "model.eval()(*example_input) runs under torch.no_grad(), and that its modules are called with tensors"
             ) from error.__cause__
-
-
-def _tell_einops() -> None:
-    with contextlib.suppress(Exception):  # whoever has imported it, from 0.7 on: it takes proxies for tensors
-        backends: Any = sys.modules["einops._backends"]
-        backends._type2backend[_ValueProxy] = backends.get_backend(torch.empty(0))
 
 
 def _traced(tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], *, sampled: bool) -> Traced:
     names = {module: name for name, module in model.named_modules()}
     try:
-        with _ONE_TRACE, tracer.buffers:
+        with _ONE_TRACE, tracer.buffers, as_tensors(model, tracer.is_instance):
             graph = tracer.trace(model, concrete_args=_concrete(model, given, sampled) or None)
     except Exception as error:
         raise TraceError(

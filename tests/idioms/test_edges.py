@@ -1,8 +1,5 @@
 """What forwards do to folded drives and to registered classes that the miniature nets do not."""
 
-import sys
-import types
-
 import pytest
 import torch
 from idioms.miniatures import SIZE, C, N, OwnNeuron, T, conv, lif
@@ -319,22 +316,6 @@ def test_buffers_between_where_forward_asks_for_shapes():
         spikes = fast(x)
         assert torch.equal(spikes, sj_tac.convert(net, k=2, example_input=x, fuse=False)(x))
     assert 0.05 < spikes.mean() < 0.9
-
-
-def test_an_einops_that_knows_no_types_is_left_alone(monkeypatch):
-    """Before 0.7 it asked each backend; a model that does not call it must not notice."""
-    monkeypatch.setitem(sys.modules, "einops._backends", types.ModuleType("einops._backends"))
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.lif = nn.Conv2d(2, C, 3, padding=1), lif()
-
-        def forward(self, x):
-            steps = len(x)  # symbols have none: the sample runs beside them
-            return self.lif(self.conv(x.flatten(0, 1)).unflatten(0, (steps, -1)))
-
-    assert len(sj_tac.plan(Net().double().eval(), example_input=frames()).converted) == 1
 
 
 def test_samples_folded_in_front_of_time_are_named():
