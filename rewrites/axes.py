@@ -64,7 +64,7 @@ def _seen(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[int, ...] | Non
     seen: list[tuple[int, ...]] = []
 
     def look(module: nn.Module, args: Any) -> None:
-        seen.append(tuple(args[0].shape[:2]))
+        seen.append(host.steps_and_batch(module, args[0].shape))
         raise _Enough
 
     with host.looked_at(model):

@@ -35,6 +35,7 @@ class Chain:
         max_pool: a MaxPool between conv and neuron, where the shared drive is only an approximation.
         folded: its conv is torch's own, on frames [T * N, ...]. repeated: its frames are one frame T times over.
         readout: its drive is also read by a mean or sum over time, where a group's weights are not all alike.
+        batch_first: its frames are [N, T, ...], or [N * T, ...] where they are folded.
     """
 
     conv: str
@@ -47,6 +48,7 @@ class Chain:
     folded: bool = False
     repeated: bool = False
     readout: bool = False
+    batch_first: bool = False
 
     @property
     def neuron(self) -> str:
@@ -185,13 +187,17 @@ class _Finder:
     def is_once_already(self, node: Node) -> bool:
         """True for what is computed on single images, which are repeated T times further on."""
         sample, ahead, seen = self.graph.sample, [node], {node.index}
-        if sample is None or sample.steps == 1 or node.shape is None or node.shape[0] != sample.batch:
+        if sample is None or sample.steps == 1 or node.repeated or (node.shape or ())[:1] != (sample.batch,):
             return False
         while ahead:
             for reader in self.graph.readers(ahead.pop()):
                 if reader.repeated:
                     return True
-                if reader.layout is Layout.OTHER and reader.index not in seen and reader.kind is not Kind.NEURON:
+                if (
+                    reader.layout in (Layout.OTHER, Layout.BATCH)
+                    and reader.index not in seen
+                    and reader.kind is not Kind.NEURON
+                ):
                     seen.add(reader.index)
                     ahead.append(reader)
         return False
@@ -262,7 +268,7 @@ class _Finder:
         repeated = all(n.repeated for n in self.graph.inputs(site))
         return Chain(
             name, str(site.module), norm, tuple(between), neurons, direct and not site.folded, max_pool, site.folded,
-            repeated, reach.readout,
+            repeated, reach.readout, any(n.layout.batch_first for n in self.graph.inputs(site)),
         )  # fmt: skip
 
     def inner_max_pool(self, site: Node) -> str | None:
@@ -325,7 +331,9 @@ class _Finder:
         if reader.module in self.broken:
             return _Reach(problem=self.broken[str(reader.module)])
         if reader.kind is Kind.NEURON:
-            return _Reach((reader.index,)) if reader.once else _Reach(problem=self.twice(reader))
+            # A registered one stays what it is, however often a forward calls it.
+            may = reader.once or host.is_registered_neuron(self.modules[str(reader.module)])
+            return _Reach((reader.index,)) if may else _Reach(problem=self.twice(reader))
         if reader.kind in CARRIES_DRIVES:
             reach = self.known[reader.index]
             if reader.kind in SUMS and reach.problem is not None and reach.problem.reason in _OF_SUMS:
@@ -346,16 +354,16 @@ class _Finder:
             return Refusal(Reason.NO_NEURON, "it reaches the model's output without a neuron")
         if module is not None and not host.is_multi_step(module):
             return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} is in step_mode 's'")
-        if module is not None and host.kind(module) in host.NEURONS and any(n.folded for n in self.graph.inputs(reader)):
-            return Refusal(Reason.NEURON_FOLDED, f"its neuron is {reader.label}")
+        if module is not None and (host.kind(module) in host.NEURONS or host.is_registered_neuron(module)):
+            given = self.graph.inputs(reader)
+            wrong = Layout.TIME if host.is_batch_first(module) else Layout.BATCH
+            if any(n.layout.folded or n.layout is wrong for n in given):
+                return Refusal(Reason.NEURON_FOLDED, f"its neuron is {reader.label}, on {list(given[0].shape or ())}")
         if module is not None and host.is_neuron(module):
             return Refusal(Reason.UNSUPPORTED_NEURON, f"its neuron is {reader.label}, of a type with dynamics of its own")
         if isinstance(module, host.ANY_MAX_POOLS):
             return Refusal(Reason.POOL_BEFORE_NEURON, f"{reader.label} stands between it and the neuron")
-        between, sample = f"{reader.label} stands between it and the neuron", self.graph.sample
-        if sample is not None and module is None and (reader.shape or ())[:2] == (sample.batch, sample.steps):
-            between += (
-                ", and unfolds samples in front of time: [N * T, ...]; fold time in front, x.transpose(0, 1).flatten(0, 1), "
-                "and unfold it so"
-            )
+        between, given = f"{reader.label} stands between it and the neuron", self.graph.inputs(reader)
+        if module is None and any(n.layout.folded and n.layout.batch_first is not reader.layout.batch_first for n in given):
+            between += ", and unfolds in another order than time and samples were folded in"
         return Refusal(Reason.NOT_LINEAR, between)

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from rewrites.buffers import follow_writes
 from rewrites.kinds import CARRIES_EQUALS, Kind
-from rewrites.layouts import Layout, Sample, Shape, repeats, sample_of
+from rewrites.layouts import Layout, Sample, Shape, layout_of, note_layouts, repeats, sample_of
 from rewrites.operations import asks, kind_of, module_kind, read_by
 
 
@@ -42,7 +42,7 @@ class Node:
 
     @property
     def folded(self) -> bool:
-        return self.layout is Layout.FOLDED
+        return self.layout.folded
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def read(model: nn.Module, graph: fx.Graph) -> Graph:
     names = {module: name for name, module in model.named_modules()}
     data = _data_nodes(graph)
     sample = sample_of(model, data)
+    note_layouts(data, sample)
     index = {node: i for i, node in enumerate(data)}
     called = Counter(model.get_submodule(str(n.target)) for n in data if n.op == "call_module")
     nodes: list[Node] = []
@@ -96,7 +97,7 @@ def read(model: nn.Module, graph: fx.Graph) -> Graph:
                 inputs,
                 readers,
                 shape,
-                Layout.OTHER if sample is None else sample.layout(shape),
+                layout_of(node),
                 carried or repeats(node, sample),
                 sample is not None and not sample.tells_folds and sample.might_be_folded(shape),
             )

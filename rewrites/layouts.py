@@ -1,6 +1,7 @@
-"""Where time stands in a value: frames [T, N, ...], or folded ones [T * N, ...], told by the shapes of a sample.
+"""Where time stands in a value: frames [T, N, ...] or [N, T, ...], or folded ones, told by the shapes of a sample.
 
-A reshape keeps the order of elements, so shapes decide, not symbols. (T, N) is the shape that the neurons are handed.
+A reshape keeps the order of elements, so shapes decide, not symbols; of folded frames, what was folded. (T, N) is the shape
+that the neurons are handed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,22 @@ Shape = tuple[int, ...]
 class Layout(StrEnum):
     TIME = "time"  # [T, N, ...]
     FOLDED = "folded"  # [T * N, ...]
+    BATCH = "batch"  # [N, T, ...]
+    BATCH_FOLDED = "batch folded"  # [N * T, ...]
     OTHER = "other"
+
+    @property
+    def folded(self) -> bool:
+        return self in (Layout.FOLDED, Layout.BATCH_FOLDED)
+
+    @property
+    def batch_first(self) -> bool:
+        return self in (Layout.BATCH, Layout.BATCH_FOLDED)
+
+    @property
+    def kept(self) -> int:
+        """Dimensions in front of a frame's own."""
+        return 1 if self.folded else 2
 
 
 @dataclass(frozen=True)
@@ -35,16 +51,39 @@ class Sample:
     def tells_folds(self) -> bool:
         return self.batch > 1 and self.batch != self.steps
 
-    def layout(self, shape: Shape | None) -> Layout:
+    def layout(self, shape: Shape | None, made_of: Layout = Layout.OTHER) -> Layout:
+        """Of a shape; ``made_of``: the layout of what the value was made of, which tells how it was folded."""
         if shape is None or len(shape) < 2:
             return Layout.OTHER
         if shape[:2] == (self.steps, self.batch):
             return Layout.TIME
-        return Layout.FOLDED if self.tells_folds and shape[0] == self.steps * self.batch else Layout.OTHER
+        if not self.tells_folds:
+            return Layout.OTHER
+        if shape[:2] == (self.batch, self.steps):
+            return Layout.BATCH
+        if shape[0] != self.steps * self.batch:
+            return Layout.OTHER
+        return Layout.BATCH_FOLDED if made_of.batch_first else Layout.FOLDED
 
     def might_be_folded(self, shape: Shape | None) -> bool:
         """True for what would be folded frames, if the sample could tell."""
         return shape is not None and len(shape) >= 2 and shape[0] == self.steps * self.batch
+
+
+def layout_of(node: fx.Node) -> Layout:
+    """What ``note_layouts`` noted."""
+    found: Layout = node.meta.get("layout", Layout.OTHER)
+    return found
+
+
+def note_layouts(nodes: list[fx.Node], sample: Sample | None) -> None:
+    """Note of every value where time stands in it."""
+    if sample is None:
+        return
+    for node in nodes:
+        before = (layout_of(n) for n in node.all_input_nodes)
+        known = next((found for found in before if found is not Layout.OTHER), Layout.OTHER)
+        node.meta["layout"] = sample.layout(node.meta.get("shape"), known)
 
 
 def sample_of(model: nn.Module, nodes: list[fx.Node]) -> Sample | None:
@@ -55,7 +94,7 @@ def sample_of(model: nn.Module, nodes: list[fx.Node]) -> Sample | None:
         if node.op == "call_module" and host.steps_by_itself(model.get_submodule(str(node.target))) and node.all_input_nodes:
             shape = node.all_input_nodes[0].meta.get("shape")
             if shape is not None and len(shape) >= 2:
-                seen[shape[:2]] += 1
+                seen[host.steps_and_batch(model.get_submodule(str(node.target)), shape)] += 1
 
     def rank(found: Shape) -> tuple[bool, bool, int]:
         """A neuron that is handed folded frames sees something else; T may also be made in the forward."""
@@ -75,7 +114,7 @@ _JOINS: set[Any] = {torch.stack, torch.cat, torch.concat, torch.concatenate}
 def repeats(node: fx.Node, sample: Sample | None) -> bool:
     """True for one frame T times over: ``x.unsqueeze(0).repeat(T, 1, ...)``, ``expand``, ``stack([x] * T)``."""
     shape: Any = node.meta.get("shape")
-    if sample is None or sample.steps == 1 or sample.layout(shape) is not Layout.TIME:
+    if sample is None or sample.steps == 1 or layout_of(node) is not Layout.TIME:
         return False
     if node.target in _REPEATS:
         before = node.all_input_nodes[0].meta.get("shape")

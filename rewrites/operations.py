@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from rewrites.buffers import is_whole, written
 from rewrites.kinds import Kind
-from rewrites.layouts import Layout, Sample
+from rewrites.layouts import Layout, Sample, layout_of
 from rewrites.maps import map_kind
 from sj_tac import host
 from sj_tac.runtime.swaps import clash
@@ -102,17 +102,19 @@ def kind_of(
     if node.target is written or node.target == "copy_":
         return _written_kind(node, inputs)
     if module is None and inputs == 1:
-        found = _mapped(node, sample, frames) or _with_constant(node, sample, frames)
+        found = _mapped(node, frames) or _with_constant(node, sample, frames)
         if found is not None:
             return found
     if any(n.op == "get_attr" for n in node.all_input_nodes):
         # A parameter may have T in it.
         return Kind.FIXED
     if module is None:
-        return _function_kind(node, inputs, sample)
+        # Frames that were folded one way, and the other, do not belong together.
+        orders = {layout_of(n).batch_first for n in node.all_input_nodes if layout_of(n) is not Layout.OTHER}
+        return _function_kind(node, inputs) if len(orders) < 2 else Kind.FIXED
     if inputs != 1:
         return Kind.FIXED
-    found = _kind_of_module(node, module, sample)
+    found = _kind_of_module(node, module)
     # What a converted layer takes: the size of a transposed conv's output, say, is not passed on.
     more = len(node.args) + len(node.kwargs) > 1 or (node.kwargs and node.kwargs.keys() != {_argument(module)})
     return Kind.FIXED if more and found in (Kind.SITE, Kind.NORM, Kind.MAX_POOL, Kind.LINEAR) else found
@@ -123,25 +125,28 @@ def _argument(module: nn.Module) -> str:
     return next(iter(inspect.signature(module.forward).parameters), "")
 
 
-def _kind_of_module(node: fx.Node, module: nn.Module, sample: Sample | None) -> Kind:
+def _kind_of_module(node: fx.Node, module: nn.Module) -> Kind:
     """Of a module that is handed one value, by where time stands in that."""
-    before, after = _layouts(node, sample)
-    if before is not after and Layout.FOLDED in (before, after):
+    before, after = _layouts(node)
+    if before is not after and (before.folded or after.folded):
         return Kind.FIXED
+    steps = host.steps_by_itself(module)
+    if steps and before is (Layout.TIME if host.is_batch_first(module) else Layout.BATCH):
+        return Kind.FIXED  # it steps through samples
     if host.kind(module) in (*host.PADS, *host.SHUFFLES):
         if before is not after or before is Layout.OTHER:
             return Kind.FIXED
         padding: Any = getattr(module, "padding", ())
         dims = len(padding) // 2 if host.kind(module) in host.PADS else 3
-        return _reaching(dims, node, 1 if before is Layout.FOLDED else 2)
-    return folded_kind(module) if before is Layout.FOLDED else module_kind(module)
+        return _reaching(dims, node, before.kept)
+    return folded_kind(module) if before.folded else module_kind(module)
 
 
-def _mapped(node: fx.Node, sample: Sample | None, frames: Container[fx.Node]) -> Kind | None:
+def _mapped(node: fx.Node, frames: Container[fx.Node]) -> Kind | None:
     """Of a linear map of each frame: None where time stands elsewhere, or for other operations."""
     x = next((n for n in node.all_input_nodes if n in frames), None)
-    layout = Layout.OTHER if sample is None or x is None else sample.layout(x.meta.get("shape"))
-    return None if x is None or layout is Layout.OTHER else map_kind(node, x, 1 if layout is Layout.FOLDED else 2)
+    layout = Layout.OTHER if x is None else layout_of(x)
+    return None if x is None or layout is Layout.OTHER else map_kind(node, x, layout.kept)
 
 
 def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.Node]) -> Kind | None:
@@ -155,10 +160,10 @@ def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.No
         return None
     first, second = node.all_input_nodes
     x, constant = (first, second) if first in frames else (second, first)
-    before, shape, layout = x.meta.get("shape"), constant.meta.get("shape"), sample.layout(x.meta.get("shape"))
+    before, shape, layout = x.meta.get("shape"), constant.meta.get("shape"), layout_of(x)
     if before is None or shape is None or layout is Layout.OTHER or len(shape) > len(before):
         return Kind.FIXED
-    kept = 1 if layout is Layout.FOLDED else 2
+    kept = layout.kept
     ahead = max(0, len(shape) - len(before) + kept)
     # A sample of one step or one image cannot tell a 1 from what there is of it; of a parameter's own shape it need not.
     unclear = ahead and constant.op != "get_attr" and 1 in (sample.steps, sample.batch)
@@ -182,11 +187,11 @@ def _written_kind(node: fx.Node, inputs: int) -> Kind:
     return Kind.WRITTEN if whole and same else Kind.FIXED
 
 
-def _layouts(node: fx.Node, sample: Sample | None) -> tuple[Layout, Layout]:
+def _layouts(node: fx.Node) -> tuple[Layout, Layout]:
     """Of what goes in first, and of what comes out."""
-    if sample is None or not node.all_input_nodes:
+    if not node.all_input_nodes:
         return Layout.OTHER, Layout.OTHER
-    return sample.layout(node.all_input_nodes[0].meta.get("shape")), sample.layout(node.meta.get("shape"))
+    return layout_of(node.all_input_nodes[0]), layout_of(node)
 
 
 def module_kind(module: nn.Module) -> Kind:
@@ -244,7 +249,7 @@ def site_layer(container: nn.Module) -> nn.Module | None:
     return None if len(norms) > 1 else first
 
 
-def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:
+def _function_kind(node: fx.Node, inputs: int) -> Kind:
     target, others = node.target, [a for a in _flat(node.args[1:]) if not isinstance(a, fx.Node)]
     if target in _SUMS and (inputs == 2 or len(node.all_input_nodes) == 2):
         if inputs != 2 or others or node.kwargs:
@@ -254,7 +259,7 @@ def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:
         return Kind.FIXED if node.kwargs else Kind.WRITTEN if target in _IN_PLACE else Kind.AFFINE
     if target in _CATS:
         dim = node.kwargs.get("dim", node.kwargs.get("axis", node.args[1] if len(node.args) > 1 else 0))
-        return Kind.SUM if _are_inner([dim], node, sample) else Kind.FIXED
+        return Kind.SUM if _are_inner([dim], node) else Kind.FIXED
     if inputs != 1:
         return Kind.FIXED
     if target in _SCALINGS:
@@ -266,7 +271,7 @@ def _function_kind(node: fx.Node, inputs: int, sample: Sample | None) -> Kind:
     if target in _CASTS:
         dtype = node.meta.get("dtype")
         return Kind.AFFINE if dtype is not None and dtype.is_floating_point and not node.kwargs else Kind.FIXED
-    return _shape_kind(node, others, sample)
+    return _shape_kind(node, others)
 
 
 def _scaling_kind(node: fx.Node, others: list[Any]) -> Kind:
@@ -281,41 +286,43 @@ def _scaling_kind(node: fx.Node, others: list[Any]) -> Kind:
     return Kind.WRITTEN if node.target in _IN_PLACE else Kind.LINEAR
 
 
-def _shape_kind(node: fx.Node, others: list[Any], sample: Sample | None) -> Kind:
+def _shape_kind(node: fx.Node, others: list[Any]) -> Kind:
     """Of a function of one value: does it leave T and N alone?"""
     target = node.target
-    before, after = _layouts(node, sample)
-    if Layout.FOLDED in (before, after) and target in _RESHAPES:
+    before, after = _layouts(node)
+    if (before.folded or after.folded) and target in _RESHAPES:
         # Time is folded, unfolded or stays folded: elements keep their order, so the first dimensions tell.
-        return Kind.FIXED if Layout.OTHER in (before, after) else _reshape_kind(node, before, after)
-    folded = before is Layout.FOLDED
+        lost = Layout.OTHER in (before, after) or before.batch_first is not after.batch_first
+        return Kind.FIXED if lost else _reshape_kind(node, before, after)
+    folded = before.folded
     if target in _FLATTENS:
         start = node.kwargs.get("start_dim", others[0] if others else 0)
         return Kind.LINEAR if isinstance(start, int) and start >= 1 else Kind.FIXED
     if target in _MEANS:
         dims = _flat([node.kwargs.get("dim", others or None)])
         dims = [d for d in dims if not isinstance(d, bool)]  # keepdim
-        if before is Layout.TIME and 0 in dims and 1 not in dims and len(others) <= 1:
+        time, batch = (1, 0) if before is Layout.BATCH else (0, 1)
+        if before in (Layout.TIME, Layout.BATCH) and time in dims and batch not in dims and len(others) <= 1:
             return Kind.READOUT
-        return Kind.LINEAR if dims and _are_inner(dims, node, sample) else Kind.FIXED
+        return Kind.LINEAR if dims and _are_inner(dims, node) else Kind.FIXED
     if target is operator.getitem:
         return _index_kind(node, 1 if folded else 2)
     if target in _PARTS:
         at = 0 if target in _UNBINDS else 1
         dim = node.kwargs.get("dim", others[at] if len(others) > at else 0)
-        return Kind.RESHAPE if _are_inner([dim], node, sample) else Kind.FIXED
-    if folded and after is Layout.FOLDED and target in _RESIZES | _INTERPOLATES:
+        return Kind.RESHAPE if _are_inner([dim], node) else Kind.FIXED
+    if folded and after is before and target in _RESIZES | _INTERPOLATES:
         return Kind.LINEAR
-    if folded and after is Layout.FOLDED and target in _MAX_POOLS:
+    if folded and after is before and target in _MAX_POOLS:
         return Kind.MAX_POOL
-    return _kept_kind(node, others, folded)
+    return _kept_kind(node, others, before, after)
 
 
 def _reshape_kind(node: fx.Node, before: Layout, after: Layout) -> Kind:
     """Of a reshape between these: of time alone, of nothing, or of each frame."""
 
     def frame(node: fx.Node, layout: Layout) -> tuple[int, ...]:
-        return tuple(node.meta["shape"][1 if layout is Layout.FOLDED else 2 :])
+        return tuple(node.meta["shape"][layout.kept :])
 
     if before is after and node.target in _SQUEEZES:
         return Kind.LINEAR
@@ -324,22 +331,26 @@ def _reshape_kind(node: fx.Node, before: Layout, after: Layout) -> Kind:
     return Kind.LINEAR if before is after else Kind.FOLD
 
 
-def _kept_kind(node: fx.Node, others: list[Any], folded: bool) -> Kind:
-    """Of what moves dimensions: those of time and batch must stay where they are."""
-    target, kept = node.target, 1 if folded else 2
+def _kept_kind(node: fx.Node, others: list[Any], before: Layout, after: Layout) -> Kind:
+    """Of what moves dimensions: those of time and batch must stay where they are, or change places."""
+    target, kept = node.target, before.kept
     shapes: list[Any] = [n.meta.get("shape") for n in (node.all_input_nodes[0], node)]
-    if any(shape is None or len(shape) < 2 for shape in shapes) or shapes[0][:kept] != shapes[1][:kept]:
+    if any(shape is None or len(shape) < 2 for shape in shapes):
+        return Kind.FIXED
+    dims = [d % len(shapes[0]) for d in _flat([*others, *node.kwargs.values()]) if isinstance(d, int)]
+    if {before, after} == {Layout.TIME, Layout.BATCH}:
+        swapped = (target in _PERMUTES and dims[:2] == [1, 0]) or (target in _TRANSPOSES and sorted(dims) == [0, 1])
+        return Kind.RESHAPE if swapped else Kind.FIXED
+    if shapes[0][:kept] != shapes[1][:kept]:
         return Kind.FIXED
     if target in _RESHAPES:
-        layout = Layout.FOLDED if folded else Layout.TIME
-        return _reshape_kind(node, layout, layout)
+        return _reshape_kind(node, before, before)
     if target is F.pad:
         pad = node.kwargs.get("pad", others[0] if others else None)
         pad = _flat(node.args[1:2] or [pad])
         return _reaching(-(-len(pad) // 2), node, kept) if all(isinstance(n, int) for n in pad) else Kind.FIXED
     if target in _SHUFFLES:
         return _reaching(3, node, kept)
-    dims = [d % len(shapes[0]) for d in _flat([*others, *node.kwargs.values()]) if isinstance(d, int)]
     if target in _PERMUTES:
         return Kind.RESHAPE if dims[:kept] == [*range(kept)] else Kind.FIXED
     if target in _TRANSPOSES:
@@ -353,12 +364,12 @@ def _reaching(dims: int, node: fx.Node, kept: int) -> Kind:
     return Kind.AFFINE if shape is not None and dims <= len(shape) - kept else Kind.FIXED
 
 
-def _are_inner(dims: list[Any], node: fx.Node, sample: Sample | None) -> bool:
+def _are_inner(dims: list[Any], node: fx.Node) -> bool:
     """True where dimensions, given as they may be, are neither time nor batch."""
     if not all(type(d) is int for d in dims):
         return False
     shape = node.all_input_nodes[0].meta.get("shape")
-    kept = 1 if _layouts(node, sample)[0] is Layout.FOLDED else 2
+    kept = _layouts(node)[0].kept
     if shape is None:
         # Frames have three dimensions at least, so that the last one is none of the first two.
         return all(d >= 2 or d == -1 for d in dims)

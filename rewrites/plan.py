@@ -16,6 +16,7 @@ from rewrites.arguments import as_arguments
 from rewrites.axes import find_axes
 from rewrites.chains import Chain, find_chains
 from rewrites.dtypes import decided
+from rewrites.folds import misread
 from rewrites.fuse import Fusion, fuse
 from rewrites.graph import Graph, read
 from rewrites.layouts import Sample
@@ -149,21 +150,22 @@ def run_source(looked: Plan, model: nn.Module, example_input: Any, exact: bool) 
     arguments, sample = as_arguments(example_input), looked.graph.sample
     sites = {chain.conv: chain.site for chain in looked.chains.values() if isinstance(chain, Chain)}
     seen = _run_source(model, arguments, sites, exact, sample)
-    return replace(looked, seen=seen, axes=find_axes(model, arguments, sample))
+    axes = find_axes(model, arguments, sample)
+    chains = {**looked.chains, **misread(model, arguments, axes, sample, looked.chains)}
+    return replace(looked, seen=seen, axes=axes, chains=chains)
 
 
 def decide(looked: Plan, model: nn.Module, checked: Policy, example_input: Any) -> Plan:
     """The plan of a model that was looked at, under a policy; the source runs here, if it has not. Changes nothing in it."""
-    chains = looked.chains
-    resolved = checked.resolve(list(chains))
+    resolved = checked.resolve(list(looked.chains))
     if "conv" not in checked.layers:
         convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
         resolved |= {name: (Settings(mode="keep"), None) for name in convs}
-    settings, wide = decided(model, chains, resolved, checked._source)
+    settings, wide = decided(model, looked.chains, resolved, checked._source)
     if example_input is not None and looked.seen is None:
         looked = run_source(looked, model, example_input, all_single(settings))
     plan = replace(looked.under(model, settings), wide=wide)
-    _check_exact_rules(resolved, chains, plan.layout, checked._source)
+    _check_exact_rules(resolved, looked.chains, plan.layout, checked._source)
     return plan
 
 

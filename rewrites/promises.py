@@ -39,7 +39,7 @@ def broken_promises(model: nn.Module, arguments: tuple[Any, ...] | None) -> dict
             for name, m in users.items()
         }
     inputs = _inputs(model, {**neurons, **affine}, arguments)
-    found = {name: _neuron_problem(m, inputs[name]) for name, m in neurons.items() if name in inputs}
+    found = {name: _order_problem(m, inputs[name]) for name, m in neurons.items() if name in inputs}
     found |= {name: _affine_problem(m, inputs[name]) for name, m in affine.items() if name in inputs}
     kinds = {name: type(m).__name__ for name, m in named}
     return {
@@ -157,12 +157,23 @@ def _called(fresh: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
-def _neuron_problem(module: nn.Module, x: Tensor) -> str:
-    """What a neuron breaks on frames [T, N, ...]: those of the sample, and noise of several sizes that makes it fire."""
+def _order_problem(module: nn.Module, x: Tensor) -> str:
+    """What a neuron breaks; and whether it keeps it in the other order of time and samples."""
+    given = host.is_batch_first(module)
+    problem = _neuron_problem(module, x, given)
+    if problem and not _neuron_problem(module, x, not given):
+        problem += f"; along dimension {int(not given)} it keeps its promise: register it with batch_first={not given}"
+    return problem
+
+
+def _neuron_problem(module: nn.Module, x: Tensor, batch_first: bool) -> str:
+    """What a neuron breaks on its frames: those of the sample, and noise of several sizes that makes it fire."""
+    if x.dim() < 2:
+        return f"it is handed {list(x.shape)}, and no frames"
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
     for frames in (x, *(noise * size + size / 2 for size in (0.5, 2.0, 8.0))):
         try:
-            problem = _neuron_problem_on(module, frames)
+            problem = _neuron_problem_on(module, frames, batch_first)
         except Exception as error:
             return f"it does not run on frames {list(x.shape)} alone ({type(error).__name__}: {error})"
         if problem:
@@ -170,16 +181,17 @@ def _neuron_problem(module: nn.Module, x: Tensor) -> str:
     return ""
 
 
-def _neuron_problem_on(module: nn.Module, x: Tensor) -> str:
-    steps, whole = x.shape[0], _run(module, x)
+def _neuron_problem_on(module: nn.Module, x: Tensor, batch_first: bool) -> str:
+    time, batch = (1, 0) if batch_first else (0, 1)
+    steps, whole = x.shape[time], _run(module, x)
     if whole.shape[:2] != x.shape[:2]:
         return f"it gives {list(whole.shape)} for frames {list(x.shape)}"
     for first in {steps - 1, steps // 2}:
         later = x.clone()
-        later[first:] += 1
-        if not torch.equal(_run(module, later)[:first], whole[:first]):
+        later.narrow(time, first, steps - first).add_(1)
+        if not torch.equal(_run(module, later).narrow(time, 0, first), whole.narrow(time, 0, first)):
             return "what it gives for a step depends on later steps"
-    turned = _run(module, x.flip(1)).flip(1)
+    turned = _run(module, x.flip(batch)).flip(batch)
     return "" if torch.allclose(turned, whole, rtol=1e-4, atol=1e-5) else "its samples look at each other"
 
 

@@ -39,6 +39,7 @@ class DrivePlace:
     settings: Settings
     folded: bool = False
     repeated: bool = False
+    batch_first: bool = False
 
     @property
     def frames(self) -> int:
@@ -129,7 +130,7 @@ def lay_out(
             refused[name] = Refusal(Reason.POOL_BEFORE_NEURON, f"{chain.max_pool!r} stands between it and the neuron")
         elif chain.folded and not knows_time:
             refused[name] = Refusal(Reason.TIME_UNKNOWN)
-        elif chain.folded and settings[name].mode == "collapse":
+        elif (chain.folded or chain.batch_first) and settings[name].mode == "collapse":
             refused[name] = Refusal(Reason.COLLAPSE_FOLDED)
     while True:
         shared = {name for name, s in settings.items() if name not in refused and (s.k > 1 or name in repeated)}
@@ -277,7 +278,9 @@ class _Walk:
             )
             self.impossible[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
             return
-        drive = DrivePlace(chain.site, chain.neuron, span, setting, chain.folded, chain.conv in self.repeated)
+        drive = DrivePlace(
+            chain.site, chain.neuron, span, setting, chain.folded, chain.conv in self.repeated, chain.batch_first
+        )
         self.drives[chain.conv] = drive
         self.spans[node.index] = drive.out
         if drive.out != span:

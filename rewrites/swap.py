@@ -93,7 +93,7 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
     for name, place in layout.drives.items():
         s = place.settings
         drive = Drive(name, modules[place.neuron], borders, s.mode, s.k, s.weights, s.normalize, s.spikes, place.span)
-        drive.repeated = place.repeated
+        drive.repeated, drive.batch_first = place.repeated, place.batch_first
         drive.dtype = None if s.dtype == SOURCE else getattr(torch, s.dtype)
         drive.backend = plan.backend if plan.fused else reference.NAME
         roles.append((modules[place.site], drive))

@@ -137,11 +137,12 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "let forward take frames whose T or N is that of the neurons: cut, pad or join them before the net is called",
     ),
     Reason.NEURON_FOLDED: (
-        "the neuron is handed folded frames [T * N, ...], so it steps through all samples one after the other",
-        "unfold them in front of it, x.reshape(T, N, ...), if the model was meant so; published ones are not all",
+        "the neuron is handed folded frames [T * N, ...], or samples in front of time, so it steps through samples",
+        "hand it frames [T, N, ...], x.reshape(T, N, ...) or x.transpose(0, 1), if the model was meant so; published ones "
+        "are not all",
     ),
     Reason.COLLAPSE_FOLDED: (
-        "time is folded into the batch there, which a collapse would change the size of",
+        "time is folded into the batch there, which a collapse would change the size of, or stands behind it",
         "use mode: preserve for this layer",
     ),
     Reason.COLLAPSE_REGISTERED: (

@@ -35,12 +35,14 @@ from sj_tac.host.neurons import (
     surrogate as surrogate,
 )
 from sj_tac.host.registry import (
+    is_batch_first as is_batch_first,
     is_registered_affine as is_registered_affine,
     is_registered_neuron as is_registered_neuron,
     is_the_hosts as is_the_hosts,
     register_affine as register_affine,
     register_neuron as register_neuron,
     registered_decay as registered_decay,
+    steps_and_batch as steps_and_batch,
     steps_by_itself as steps_by_itself,
 )
 from sj_tac.host.state import (

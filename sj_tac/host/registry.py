@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ Kind = TypeVar("Kind", bound=type[nn.Module])
 Decay = float | Callable[[Any], Any]
 
 _NEURONS: dict[type[nn.Module], Decay] = {}
+_BATCH_FIRST: set[type[nn.Module]] = set()
 _AFFINE: set[type[nn.Module]] = set()
 
 
@@ -26,7 +27,7 @@ def _check_class(kind: Any, name: str) -> None:
         )
 
 
-def register_neuron(kind: Any = None, *, decay: Decay = 1.0) -> Any:
+def register_neuron(kind: Any = None, *, decay: Decay = 1.0, batch_first: bool = False) -> Any:
     """Let drives be shared for neurons of a class of one's own. Its own forward runs its steps; only ``preserve`` applies.
 
     ``sj_tac.register_neuron(MyNeuron, decay=0.5)``, or ``@sj_tac.register_neuron(decay=0.5)`` in front of the class.
@@ -39,19 +40,22 @@ def register_neuron(kind: Any = None, *, decay: Decay = 1.0) -> Any:
         kind: the class; None: a decorator is returned.
         decay: beta, what is left of the membrane after a step, in (0, 1]: a number, or a function of the module that gives
             one. It makes the weights ``beta^(k-1-j) / S_k`` of a group (docs/equations.md).
+        batch_first: it is handed, and gives, frames [N, T, ...], as torch's recurrent layers with this argument: its steps
+            are along dimension 1.
 
     Raises:
         TypeError: no class of modules.
         ValueError: a decay out of (0, 1].
     """
     if kind is None:
-        return lambda decorated: register_neuron(decorated, decay=decay)
+        return lambda decorated: register_neuron(decorated, decay=decay, batch_first=batch_first)
     _check_class(kind, "register_neuron")
     if not callable(decay) and not (isinstance(decay, (int, float)) and 0 < decay <= 1):
         raise ValueError(
             f"register_neuron({kind.__name__}): decay={decay!r} must be a number in (0, 1] or a function that gives one"
         )
     _NEURONS[kind] = decay
+    (_BATCH_FIRST.add if batch_first else _BATCH_FIRST.discard)(kind)
     kinds.know(kind)
     return kind
 
@@ -81,12 +85,23 @@ def is_registered_neuron(module: nn.Module) -> bool:
     return bool(_NEURONS) and kinds.kind(module) in _NEURONS
 
 
+def is_batch_first(module: nn.Module) -> bool:
+    """True for a registered neuron that is handed frames [N, T, ...]."""
+    return bool(_BATCH_FIRST) and kinds.kind(module) in _BATCH_FIRST
+
+
+def steps_and_batch(module: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
+    """T and N of the shape that a neuron is handed."""
+    first, second = shape[:2]
+    return (second, first) if is_batch_first(module) else (first, second)
+
+
 def is_registered_affine(module: nn.Module) -> bool:
     return bool(_AFFINE) and kinds.kind(module) in _AFFINE
 
 
 def steps_by_itself(module: nn.Module) -> bool:
-    """True for a spiking neuron in step_mode "m": what it is handed is [T, N, ...] by definition."""
+    """True for a spiking neuron in step_mode "m", which is handed frames by definition; and for a registered one."""
     return (is_neuron(module) or is_registered_neuron(module)) and is_multi_step(module)
 
 

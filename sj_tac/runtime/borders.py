@@ -51,15 +51,19 @@ class Call(NamedTuple):
     steps: int | None
     batch: int | None
 
-    def frames(self, x: Tensor) -> Tensor | None:
-        """Folded frames [T * N, ...] as [T, N, ...]; None where they are no frames of this call."""
+    def frames(self, x: Tensor, batch_first: bool = False) -> Tensor | None:
+        """Folded frames [T * N, ...], or [N * T, ...], as [T, N, ...]; None where they are no frames of this call."""
         total = x.shape[0]
         steps, batch = self.steps, self.batch
         if steps is None:
             steps = total // batch if batch else 0
         if batch is None:
             batch = total // steps if steps else 0
-        return x.reshape(steps, batch, *x.shape[1:]) if steps * batch == total and total else None
+        if steps * batch != total or not total:
+            return None
+        if batch_first:
+            return x.reshape(batch, steps, *x.shape[1:]).transpose(0, 1)
+        return x.reshape(steps, batch, *x.shape[1:])
 
 
 class Axes(NamedTuple):
@@ -145,12 +149,16 @@ class Borders:
             return self.last if torch._C._current_graph_task_id() != -1 else None
         return self.call
 
-    def check(self, x: Tensor, name: str) -> None:
-        """Raise InputError where a neuron is handed other frames [T, N, ...] than those that the net's arguments have."""
+    def check(self, x: Tensor, name: str, batch_first: bool = False) -> None:
+        """Raise InputError where a neuron is handed other frames [T, N, ...] than those that the net's arguments have.
+
+        ``batch_first``: they are [N, T, ...].
+        """
         call = self.now()
         if call is None:
             return
-        for found, wanted, what in zip(x.shape, call, ("steps", "samples"), strict=False):
+        shape = x.shape[:2][::-1] if batch_first else x.shape
+        for found, wanted, what in zip(shape, call, ("steps", "samples"), strict=False):
             if wanted is not None and found != wanted:
                 raise InputError(
                     f"layer {name!r} runs {found} {what}, but the net's input has {wanted}: its forward unfolds time by "

@@ -93,7 +93,7 @@ class DriveModule(Matchable):
         wanted: Sums | None
         if not drive.borders.entered and not isinstance(x, Frames):
             drive.borders.look()
-        if drive.borders.are_plain:
+        if drive.batch_first or drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
         if isinstance(x, Frames) and (x.folded is not None) is self._folds:
             of_value, summed = self._of_value(x, logits)
@@ -209,16 +209,23 @@ class DriveModule(Matchable):
         frames: Tensor | None = x
         if self._folds:
             call = self._tac.borders.now()
-            frames = None if call is None or not x.dim() else call.frames(x)
+            frames = None if call is None or not x.dim() else call.frames(x, self._tac.batch_first)
             if frames is None and self._tac.k > 1:
                 raise InputError(
                     f"layer {self._tac.name!r} is handed {list(x.shape)}, and nobody says how time is folded there"
                     + (f" (the net's input has T={call.steps}, N={call.batch})" if call is not None else "")
                     + ": call the converted net itself, not a part or a method of it; set_k(net, 1) runs single frames"
                 )
+        elif self._tac.batch_first and x.dim() > 1:
+            frames = x.transpose(0, 1)
         if frames is not None:
             self._check(frames)
         return frames
+
+    def _as_given(self, frames: Tensor) -> Tensor:
+        """Frames [T, N, ...] with time where this layer is handed it."""
+        frames = frames.transpose(0, 1) if self._tac.batch_first else frames
+        return frames.flatten(0, 1) if self._folds else frames
 
     def _takes(self, narrowed: tuple[Sums, Tensor], wanted: Sums) -> bool:
         """Whether sums that were made in another dtype are these, and this layer reads that dtype in this call."""
@@ -274,10 +281,16 @@ class DriveModule(Matchable):
             return self._on_free_frames(frames, logits)
         else:
             summed, lengths = self._sums_of_frames(frames, logits)
-        repeated = self._run_repeated(summed, lambda y: reference.repeat(y, lengths))
+        if drive.batch_first and summed is frames:
+            # In the order that they came in: rows in another order may be other bits.
+            given = self._layer(x)
+            repeated = given[None] if self._folds else given
+        else:
+            repeated = self._run_repeated(summed, lambda y: reference.repeat(y, lengths))
+            given = self._as_given(repeated)
         if not compiling:
             drive.ran, drive.seen = "plain", (frames.shape[0], summed.shape if self._counts_input else repeated.shape)
-        return repeated.flatten(0, 1) if self._folds else repeated
+        return given
 
     def _run_repeated(self, summed: Tensor, repeat: Callable[[Tensor], Tensor]) -> Tensor:
         """What the layer computes on compact frames, as often as each stands for frames.
@@ -291,7 +304,7 @@ class DriveModule(Matchable):
         """The same of any number of frames, in a call that torch compiles."""
         summed, size = self._tac.sums_of_free_frames(frames, logits)
         repeated = self._run_repeated(summed, lambda y: compiled.repeat(y, size, frames.shape[0]))
-        return repeated.flatten(0, 1) if self._folds else repeated
+        return self._as_given(repeated)
 
     def _sums_of_frames(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, tuple[int, ...]]:
         """The sums of ordinary frames by the trace's span, and how many frames each is for."""

@@ -35,6 +35,7 @@ class Drive:
         planned: the neuron whose decay gives the weights; no child module, or it would be in the state_dict twice.
         span: what the trace says of the frames in front of it.
         repeated: the trace says that they are one frame T times over; a call looks whether they are.
+        batch_first: its frames are [N, T, ...], or [N * T, ...]; it gives ordinary ones.
         dtype: what the convolution computes in, where that is not the net's own; outside of autocast.
         backend: of the sums of frames. ran: what the last call took: "sums", "shared", "frames", "frames of a value" or
             "plain"; seen: T and the shape of the convolution's output in the last call; made: readers of its frames.
@@ -53,6 +54,7 @@ class Drive:
     spikes: str = "count"
     span: Span = PLAIN
     repeated: bool = False
+    batch_first: bool = False
     dtype: torch.dtype | None = None
     backend: str = reference.NAME
     ran: str = ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sj_tac import host
 from sj_tac.errors import ExportError
 from sj_tac.host import dispatch
 from sj_tac.runtime.borders import Axes, Borders, Span
@@ -96,7 +97,7 @@ class Ordinary:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         if self.borders is not None and args and isinstance(args[0], Tensor):
-            self.borders.check(args[0], self.name)
+            self.borders.check(args[0], self.name, host.is_batch_first(module))
         return tuple(ordinary(x, type(module).__name__) for x in args)
 
 

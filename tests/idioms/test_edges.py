@@ -318,7 +318,7 @@ def test_buffers_between_where_forward_asks_for_shapes():
     assert 0.05 < spikes.mean() < 0.9
 
 
-def test_samples_folded_in_front_of_time_are_named():
+def test_an_unfolding_in_another_order_is_named():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -326,8 +326,8 @@ def test_samples_folded_in_front_of_time_are_named():
 
         def forward(self, x):
             n, t = x.shape[:2]
-            return self.lif(self.conv(x.flatten(0, 1)).unflatten(0, (n, t)).transpose(0, 1))
+            return self.lif(self.conv(x.flatten(0, 1)).unflatten(0, (t, n)))
 
     found = sj_tac.plan(Net().eval(), example_input=torch.rand(3, 4, 2, 8, 8))["conv"]
     assert found.reason == "NOT_LINEAR"
-    assert "unfolds samples in front of time" in found.detail
+    assert "unfolds in another order than time and samples were folded in" in found.detail

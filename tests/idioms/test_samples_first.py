@@ -1,0 +1,360 @@
+"""Nets in which samples stand in front of time: [N, T, ...], and [N * T, ...] where convolutions are torch's own."""
+
+import copy
+
+import einops
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import InputError
+
+T, N, C = 6, 4, 8
+SPIKE = surrogate.ATan()
+
+
+class Leaky(nn.Module):
+    """As published ones over [N, T, ...] are: a loop over dimension 1."""
+
+    def __init__(self, threshold=0.4, tau=0.5):
+        super().__init__()
+        self.threshold, self.tau = threshold, tau
+
+    def forward(self, x):
+        membrane, spikes = 0, []
+        for t in range(x.shape[1]):
+            membrane = membrane * self.tau + x[:, t, ...]
+            spike = SPIKE(membrane - self.threshold)
+            membrane = (1 - spike) * membrane
+            spikes.append(spike)
+        return torch.stack(spikes, dim=1)
+
+
+class Unregistered(Leaky):
+    def forward(self, x):
+        return super().forward(x) * 1
+
+
+class Declared(Leaky):
+    """Registered as a neuron over [T, N, ...], which it is not."""
+
+    def forward(self, x):
+        return super().forward(x) * 1
+
+
+sj_tac.register_neuron(Leaky, decay=lambda m: m.tau, batch_first=True)
+sj_tac.register_neuron(Declared, decay=0.5)
+
+
+def lif():
+    return neuron.LIFNode(tau=2.0, v_threshold=0.2, step_mode="m").train()
+
+
+class Folding(nn.Module):
+    """Convolution and norm on [N * T, ...], as the published wrappers fold."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.inner = nn.Sequential(*modules)
+
+    def forward(self, x):
+        n, t = x.shape[:2]
+        y = self.inner(x.flatten(0, 1).contiguous())
+        return y.view(n, t, *y.shape[1:])
+
+
+def folding(before):
+    return Folding(nn.Conv2d(before, C, 3, padding=1), nn.BatchNorm2d(C))
+
+
+class Own(nn.Module):
+    """Everything over [N, T, ...], with a neuron of one's own."""
+
+    def __init__(self, kind=Leaky):
+        super().__init__()
+        self.net = nn.Sequential(
+            folding(2), kind(), folding(C), kind(), Folding(nn.AvgPool2d(2)), folding(C), kind(), nn.Flatten(2)
+        )
+        self.head = nn.Linear(C * 9, 5)
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+
+class Reusing(Own):
+    """One neuron, which keeps nothing between calls, for all places."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[3] = self.net[6] = self.net[1]
+
+
+class Turning(nn.Module):
+    """SpikingJelly's neurons over [T, N, ...], all else over [N, T, ...]."""
+
+    swap = staticmethod(lambda x: x.transpose(0, 1))
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.conv3 = folding(2), folding(C), folding(C)
+        self.lif1, self.lif2, self.lif3 = lif(), lif(), lif()
+
+    def forward(self, x):
+        x = self.swap(self.lif1(self.swap(self.conv1(x))))
+        x = self.swap(self.lif2(self.swap(self.conv2(x) * 0.9)))
+        return self.lif3(self.swap(self.conv3(x)))
+
+
+class Permuting(Turning):
+    swap = staticmethod(lambda x: x.permute(1, 0, 2, 3, 4))
+
+
+class Moving(Turning):
+    swap = staticmethod(lambda x: torch.movedim(x, 0, 1))
+
+
+class Rearranging(Turning):
+    swap = staticmethod(lambda x: einops.rearrange(x, "a b c h w -> b a c h w"))
+
+
+class FoldedBySteps(nn.Module):
+    """Folded one way for the first convolution, and the other for the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.conv2, self.bn2 = (
+            folding(2).inner[0],
+            nn.BatchNorm2d(C),
+            nn.Conv2d(C, C, 3, padding=1),
+            None,
+        )
+        self.bn2, self.lif1, self.lif2 = nn.BatchNorm2d(C), lif(), lif()
+
+    def forward(self, x):
+        n, t = x.shape[:2]
+        x = self.lif1(self.bn1(self.conv1(x.flatten(0, 1))).unflatten(0, (n, t)).transpose(0, 1))
+        return self.lif2(self.bn2(self.conv2(x.flatten(0, 1))).unflatten(0, (t, n)))
+
+
+class Layers(nn.Module):
+    """SpikingJelly's own layers, which fold the first two dimensions whatever they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = layer.Conv2d(2, C, 3, padding=1), layer.BatchNorm2d(C)
+        self.conv2 = layer.SeqToANNContainer(nn.Conv2d(C, C, 3, padding=1), nn.BatchNorm2d(C))
+        self.lif1, self.lif2 = lif(), lif()
+        functional.set_step_mode(self, "m")
+
+    def forward(self, x):
+        x = self.lif1(self.bn1(self.conv1(x)).transpose(0, 1))
+        return self.lif2(self.conv2(x.transpose(0, 1)).transpose(0, 1))
+
+
+NETS = [Own, Reusing, Turning, Permuting, Moving, Rearranging, FoldedBySteps, Layers]
+
+
+def frames(steps=T, batch=N):
+    torch.manual_seed(3)
+    return (torch.rand(batch, steps, 2, 6, 6) < 0.4).double()
+
+
+def made(kind):
+    torch.manual_seed(1)
+    return kind().double().train()
+
+
+def weighted(x, k, dim):
+    """Frames along ``dim`` as what they are to a converted convolution: the weighted mean of their group, for all of it."""
+    parts = []
+    for part in x.split(k, dim):
+        n = part.shape[dim]
+        weights = torch.tensor([0.5 ** (n - 1 - j) for j in range(n)], dtype=x.dtype)
+        weights = (weights / weights.sum()).view(n, *[1] * (x.dim() - dim - 1))
+        parts.append((part * weights).sum(dim, keepdim=True).expand_as(part))
+    return torch.cat(parts, dim)
+
+
+def by_hand(net, k, batch=N):
+    """A copy of the net whose convolutions read weighted means, wherever time stands."""
+    net = copy.deepcopy(net)
+    for name, module in net.named_modules():
+        if not isinstance(module, nn.Conv2d):
+            continue
+        stepwise = isinstance(net, FoldedBySteps) and name == "conv2"
+
+        def held(conv, given, stepwise=stepwise):
+            x = given[0]
+            if x.dim() == 5:
+                return (weighted(x, k, 1),)
+            if stepwise:
+                return (weighted(x.unflatten(0, (-1, batch)), k, 0).flatten(0, 1),)
+            return (weighted(x.unflatten(0, (batch, -1)), k, 1).flatten(0, 1),)
+
+        module.register_forward_pre_hook(held)
+    return net
+
+
+def everything(net, x):
+    """Outputs, gradients, voltages and statistics of a call."""
+    functional.reset_net(net)
+    net.zero_grad()
+    x = x.clone().requires_grad_()
+    out = net(x)
+    (out * torch.rand(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(5))).sum().backward()
+    found = {"output": out.detach(), "input": x.grad}
+    found |= {f"grad {name}": p.grad for name, p in net.named_parameters() if p.grad is not None}
+    found |= {
+        f"v {name}": m.v.detach() for name, m in net.named_modules() if isinstance(getattr(m, "v", None), torch.Tensor)
+    }
+    return found | {name: b.double() for name, b in net.named_buffers()}
+
+
+def compare(converted, wanted, x):
+    seen, expected = everything(converted, x), everything(wanted, x)
+    assert seen.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(seen[name], value, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    return expected["output"]
+
+
+@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_each_group_is_of_one_samples_steps(kind, fuse, k):
+    net = made(kind)
+    converted = sj_tac.convert(copy.deepcopy(net), k=k, fuse=fuse, example_input=frames())
+    report = sj_tac.report(converted)
+    assert len(report.converted) == sum(isinstance(m, nn.Conv2d) for m in net.modules())
+    out = compare(converted, by_hand(net, k), frames())
+    assert issubclass(kind, Own) or 0.05 < out.mean() < 0.6
+    # Other T and N, a shorter group at the end; T = N, which the sample could not have told.
+    for steps, batch in ((7, 3), (5, 5), (3, 2)):
+        converted.load_state_dict(net.state_dict())
+        compare(converted, by_hand(net, k, batch), frames(steps, batch))
+    assert {v.macs_after * k // v.macs_before for v in sj_tac.report(converted)} <= {1, 2}
+
+
+@pytest.mark.parametrize("kind", [Own, Turning, Layers], ids=lambda kind: kind.__name__)
+def test_half_of_the_work_is_done(kind, monkeypatch):
+    rows = []
+    run = nn.functional.conv2d
+    monkeypatch.setattr(nn.functional, "conv2d", lambda x, *args: rows.append(len(x)) or run(x, *args))
+    converted = sj_tac.convert(made(kind).eval(), k=2, example_input=frames())
+    rows.clear()
+    with torch.no_grad():
+        converted(frames())
+    assert set(rows) == {N * T // 2}
+
+
+@pytest.mark.parametrize("kind", [Own, Turning, Layers], ids=lambda kind: kind.__name__)
+def test_back_again(kind):
+    net, x = made(kind), frames()
+    wanted = everything(copy.deepcopy(net), x)
+    converted = sj_tac.convert(copy.deepcopy(net), k=2, example_input=x)
+    assert list(converted.state_dict()) == list(net.state_dict())
+    other = copy.deepcopy(converted)
+    sj_tac.set_k(other, 3)
+    compare(other, by_hand(net, 3), x)
+    restored = sj_tac.restore(converted)
+    assert all(torch.equal(a, b) for a, b in zip(wanted.values(), everything(restored, x).values(), strict=True))
+
+
+def test_a_collapse_is_refused():
+    plan = sj_tac.plan(made(Turning), "collapse", 2, example_input=frames())
+    assert {v.reason for v in plan.refused} == {"COLLAPSE_FOLDED"}
+    plan = sj_tac.plan(made(Layers), "collapse", 2, example_input=frames())
+    assert {v.reason for v in plan.refused} == {"COLLAPSE_FOLDED"}
+
+
+class Crossed(Turning):
+    """[N * T, ...] read as [T * N, ...]: what a neuron takes for one sample's steps are not."""
+
+    def forward(self, x):
+        x = self.swap(self.lif1(self.swap(self.conv1(x))))
+        n, t = x.shape[:2]
+        y = self.conv2.inner(x.flatten(0, 1))
+        return self.lif3(self.swap(self.conv3(self.swap(self.lif2(y.view(t, n, *y.shape[1:]))))))
+
+
+class Mixed(Turning):
+    """A sum of frames in either order."""
+
+    def forward(self, x):
+        x = self.swap(self.lif1(self.swap(self.conv1(x))))
+        n, t = x.shape[:2]
+        y = self.conv2.inner(x.flatten(0, 1)) + self.conv3.inner(self.swap(x).flatten(0, 1))
+        return self.lif2(self.swap(y.view(n, t, *y.shape[1:])))
+
+
+class Stepping(Turning):
+    """One neuron is handed samples in front of time, and steps through them."""
+
+    def forward(self, x):
+        x = self.swap(self.lif1(self.swap(self.conv1(x))))
+        x = self.lif2(self.conv2(x))
+        return self.lif3(self.swap(self.conv3(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        # Behind the crossing a row is of several samples.
+        (Crossed, {"conv2.inner.0": "NOT_LINEAR", "conv3.inner.0": "FOLD_AMBIGUOUS"}),
+        (Mixed, {"conv2.inner.0": "NOT_LINEAR", "conv3.inner.0": "NOT_LINEAR"}),
+        (Stepping, {"conv2.inner.0": "NEURON_FOLDED"}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_what_is_in_no_one_order_is_refused(kind, refused):
+    net = made(kind)
+    plan = sj_tac.plan(net, k=2, example_input=frames())
+    assert {v.layer: v.reason for v in plan.refused} == refused
+    converted = sj_tac.convert(copy.deepcopy(net), k=1, example_input=frames())
+    compare(converted, net, frames())
+
+
+class Windows(nn.Module):
+    """Behind a mean over time four windows of each map stand in the batch: as many rows as frames, if T is 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.lif1, self.lif2 = (
+            layer.Conv2d(2, C, 3, padding=1),
+            nn.Conv2d(C, C, 3, padding=1),
+            lif(),
+            lif(),
+        )
+        functional.set_step_mode(self, "m")
+
+    def forward(self, x):
+        t, n = x.shape[:2]
+        x = self.lif1(self.conv1(x)).mean(0)
+        x = x.unflatten(2, (2, -1)).unflatten(4, (2, -1)).permute(0, 2, 4, 1, 3, 5)
+        y = self.conv2(x.reshape(n * 4, C, 3, 3))
+        return self.lif2(y.unflatten(0, (t, n)) if t == 4 else y[None])
+
+
+def test_windows_of_samples_are_no_frames():
+    x = frames(4, 3).transpose(0, 1).contiguous()
+    plan = sj_tac.plan(made(Windows), k=2, example_input=x)
+    assert [v.layer for v in plan.converted] == ["conv1"]
+    assert plan["conv2"].reason == "FOLD_AMBIGUOUS"
+    assert "rows 0, 1, 2, 3 change with the first sample" in plan["conv2"].detail
+
+
+def test_a_neuron_that_is_registered_the_wrong_way_round_is_told():
+    plan = sj_tac.plan(made(lambda: Own(Declared)), k=2, example_input=frames())
+    assert {v.reason for v in plan.refused} == {"PROMISE_BROKEN"}
+    assert "along dimension 1 it keeps its promise: register it with batch_first=True" in plan["net.0.inner.0"].detail
+    plan = sj_tac.plan(made(lambda: Own(Unregistered)), k=2, example_input=frames())
+    assert not plan.converted
+
+
+def test_t_of_another_call_than_the_nets():
+    """A part of the net alone has nobody who says how time is folded."""
+    converted = sj_tac.convert(made(Turning), k=2, example_input=frames())
+    with pytest.raises(InputError, match="nobody says how time is folded"):
+        converted.conv1(frames())
