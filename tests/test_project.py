@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sj_tac
+from sj_tac.policy import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -54,7 +55,7 @@ def test_readme_links_to_what_is_there_and_shows_what_was_measured():
 
 def test_the_page_of_policies_names_every_key():
     page = (ROOT / "docs" / "howto" / "policy.md").read_text()
-    for key in sj_tac.policy.Settings.model_fields:
+    for key in Settings.model_fields:
         assert f"`{key}`" in page
 
 
