@@ -17,6 +17,9 @@ def written(buffer: Any, index: Any, value: Any) -> Any:
     return buffer
 
 
+written.__name__ = "__setitem__"  # as reports call it
+
+
 _IN_PLACE = {
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
     *(operator.iand, operator.ior, operator.ixor, operator.imatmul, written),

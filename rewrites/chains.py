@@ -164,8 +164,10 @@ class _Finder:
 
     def reject(self, name: str, conv: nn.Module, site: str) -> Refusal | None:
         """What is wrong with the conv itself."""
+        loop = self.loop()
         if self.calls[site] > 1:
-            return Refusal(Reason.CALLED_TWICE, f"one forward calls it {self.calls[site]} times")
+            detail = f"one forward calls it {self.calls[site]} times"
+            return Refusal(Reason.TIME_LOOP, f"{detail}, {loop}") if loop else Refusal(Reason.CALLED_TWICE, detail)
         if parametrize.is_parametrized(conv) and host.kind(conv) is type(conv):
             return self.own.get(name) or Refusal(Reason.PARAMETRIZED)
         if clash(conv):
@@ -183,6 +185,13 @@ class _Finder:
         if self.graph.of(site).kind is not Kind.SITE:
             return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         return None
+
+    def loop(self) -> str:
+        """How often a neuron in step_mode 's' is called, where that is more than once."""
+        for name, calls in self.calls.items():
+            if calls > 1 and host.is_neuron(self.modules[name]) and not host.is_multi_step(self.modules[name]):
+                return f"and {name!r}, in step_mode 's', {calls} times"
+        return ""
 
     def is_once_already(self, node: Node) -> bool:
         """True for what is computed on single images, which are repeated T times further on."""
@@ -215,16 +224,7 @@ class _Finder:
             return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         sample = self.graph.sample
         if sample is None:
-            single = next((n for n, m in self.modules.items() if host.is_neuron(m) and not host.is_multi_step(m)), None)
-            if single is not None:
-                detail = f"its neurons step one frame at a time: {single!r} is in step_mode 's'"
-                return Refusal(
-                    Reason.NOT_MULTI_STEP, detail, (f"{named}, which then takes all frames folded, [T * N, ...]",)
-                )
-            if self.example:
-                unknown = "the sample shows no neuron of a known or registered class, which would say what T is"
-                return Refusal(Reason.UNSUPPORTED_CONV, f"{named}; {unknown}")
-            return Refusal(Reason.FOLD_UNSEEN, f"{named}; no sample was run")
+            return self.reject_unseen(named)
         if node.ambiguous:
             return Refusal(Reason.FOLD_AMBIGUOUS, f"{named}; the sample has T={sample.steps} and N={sample.batch}")
         given = [i.shape for i in self.graph.nodes if i.kind is Kind.INPUT and i.shape is not None and len(i.shape) > 2]
@@ -237,6 +237,19 @@ class _Finder:
             Reason.UNSUPPORTED_CONV,
             f"{named}, on {list(node.shape) if node.shape else 'a value of unknown shape'} and {takes}",
         )
+
+    def reject_unseen(self, named: str) -> Refusal:
+        """Why one of torch's own convs is refused where nothing says what T and N are."""
+        single = next((n for n, m in self.modules.items() if host.is_neuron(m) and not host.is_multi_step(m)), None)
+        if single is not None and self.loop():
+            return Refusal(Reason.TIME_LOOP, f"one forward calls it once, {self.loop()}")
+        if single is not None:
+            detail = f"its neurons step one frame at a time: {single!r} is in step_mode 's'"
+            return Refusal(Reason.NOT_MULTI_STEP, detail, (f"{named}, which then takes all frames folded, [T * N, ...]",))
+        if self.example:
+            unknown = "the sample shows no neuron of a known or registered class, which would say what T is"
+            return Refusal(Reason.UNSUPPORTED_CONV, f"{named}; {unknown}")
+        return Refusal(Reason.FOLD_UNSEEN, f"{named}; no sample was run")
 
     def follow(self, name: str, site: Node) -> Chain | Refusal:
         """Along the readers of the conv to its neurons."""

@@ -5,6 +5,7 @@ The result holds names only, so that it can be kept with a converted model and r
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,10 @@ def _data_nodes(graph: fx.Graph) -> list[fx.Node]:
             continue
         if node.op in ("placeholder", "output") or any(n in kept for n in read_by(node)):
             kept[node] = None
+    for node in reversed(list(kept)):
+        # A frame of which nothing but the shape is asked, as for ``zeros_like(x[0])``.
+        if node.target is operator.getitem and node.users and all(asks(user) for user in node.users):
+            del kept[node]
     return list(kept)
 
 

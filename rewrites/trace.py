@@ -154,6 +154,19 @@ class _ValueProxy(fx.Proxy):
     def __index__(self) -> int:
         return int(self._held)
 
+    def __format__(self, spec: str) -> str:
+        return format(self._held, spec)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._held
+
+
+def _hold_values(module: nn.Module) -> None:
+    """Memories that a forward wrote become the tensors that were meant: modules run on values."""
+    for inner in module.modules():
+        memories = inner.__dict__.get("_memories") or {}
+        memories.update({name: held._held for name, held in memories.items() if isinstance(held, _ValueProxy)})
+
 
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
@@ -250,7 +263,9 @@ class _ValueTracer(_LeafTracer):
             if kind == "get_attr":
                 return operator.attrgetter(str(target))(self.root)
             if kind == "call_module":
-                return self.root.get_submodule(target)(*values, **named)
+                module = self.root.get_submodule(target)
+                _hold_values(module)
+                return module(*values, **named)
             if kind == "call_method":
                 return getattr(values[0], target)(*values[1:], **named)
             return target(*values, **named)

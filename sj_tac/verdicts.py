@@ -24,6 +24,7 @@ class Reason(StrEnum):
     INSIDE_LEAF = "INSIDE_LEAF"
     NEVER_CALLED = "NEVER_CALLED"
     CALLED_TWICE = "CALLED_TWICE"
+    TIME_LOOP = "TIME_LOOP"
     FAN_OUT = "FAN_OUT"
     NOT_MULTI_STEP = "NOT_MULTI_STEP"
     PARAMETRIZED = "PARAMETRIZED"
@@ -63,6 +64,11 @@ REASONS: dict[Reason, tuple[str, str]] = {
     Reason.CALLED_TWICE: (
         "a module of the chain is called more than once in one forward, so it has no single place in time",
         "give each place a module of its own (weights may be shared)",
+    ),
+    Reason.TIME_LOOP: (
+        "the forward loops over time with neurons that take one step a call",
+        "run all steps in one call: frames [T, N, C, H, W] in place of the loop, and functional.set_step_mode(model, 'm'), "
+        "which alone, in the loop, would take samples for steps",
     ),
     Reason.FAN_OUT: (
         "what it computes before the neuron is also read where every frame is needed",
