@@ -36,6 +36,14 @@ def is_transformed() -> bool:
     return modes() > 0 or tracing() is not None or transform() is not None
 
 
+def is_in_grad() -> bool:
+    """True inside torch.func.grad, vjp and jacrev, which differentiate no operator written in Python."""
+    if is_compiling() or transform() is None:
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Grad for level in levels)
+
+
 def is_plain(x: Tensor) -> bool:
     """True where nothing watches what is done to ``x``: no tracing, compiling, profiling or transform of torch's."""
     # is_transformed, written out: a call of Python's costs about what a comparison of tensors does.

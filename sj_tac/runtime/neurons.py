@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.host import neuron
+from sj_tac.host import dispatch, neuron
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import group_lengths, temporal_sum
 from sj_tac.runtime import compiled, straight
@@ -287,7 +287,6 @@ class UnitModule(neuron.BaseNode):
         """Behind a count collapse: the mean of each group's steps, taken behind the pool."""
         unit, y = self._tac, run.inputs.y
         assert y is not None
-        shape = (means.total, *run.frame)
         pool = unit.pool if len(run.frame) == 4 else None
         if unit.pools_later and pool is None:
             out, last = run(None, None, 1)
@@ -301,8 +300,13 @@ class UnitModule(neuron.BaseNode):
         inner = Shared.of(SharedExpression(out, means), means)
         if pool is None:
             return inner
-        frames = over(run.again(None, weights, size), lambda t: reference.repeat(t, means.frames))
-        value = Spikes.of(frames, shape, out, pooled=(host.pool_window(pool) or (), inner))
+        again, pooled = run.again(None, weights, size), (host.pool_window(pool) or (), inner)
+        if unit.pools_later:
+            repeated = over(again, lambda t: reference.repeat(t, means.frames))
+            value: Spikes | Shared = Spikes.of(repeated, (means.total, *run.frame), out, pooled=pooled)
+        else:  # a pool of averages: who reads the means in front of it reads what is collapsed
+            value = Shared.of(SharedAgain(again, means, (len(means.steps), *run.frame), out), means)
+            value.pooled = pooled
         value.maker = unit
         return value
 
@@ -338,8 +342,8 @@ class UnitModule(neuron.BaseNode):
         return compiled.repeat(spikes, size, total)
 
     def _steps(self, x: Tensor) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        if not compiling and torch._C._functorch.peek_interpreter_stack() is not None and not host.neuron_problem(self):
+        transformed = not torch.compiler.is_compiling() and dispatch.transform() is not None
+        if transformed and not dispatch.is_in_grad() and not host.neuron_problem(self):
             # The host's surrogate functions know no vmap; the operator does.
             out, last = self._run(x, None, None, single(x.shape[0]))(None, None, 1)
             host.put_state(self, last, [])

@@ -153,6 +153,10 @@ def _of_one_grouping(values: Sequence[Any]) -> list[SharedExpression] | None:
     if values[0].means is None and any(g.steps is g.frames for g in groups):
         return None
     found = [x.expression.split(wanted) for x in values]
+    if (
+        None in found
+    ):  # frames of their own, beside what a collapse made one of: that they are alike is then for nobody to see
+        found = [x.expression.split(groups[0].stepwise()) for x in values]
     return None if None in found else cast("list[SharedExpression]", found)
 
 
