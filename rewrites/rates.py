@@ -375,7 +375,7 @@ class _Walk:
                 upto, found = len(path), node
         behind = self.max_pool_behind(found)
         if behind is not None:
-            return [], f"its MaxPool {behind.module or behind.label!r} pools more than this neuron's spikes"
+            return [], f"its MaxPool {behind.module or behind.label!r} does not stand right behind it, and would pool means"
         return path[:upto], ""
 
     def max_pool_behind(self, start: Node) -> Node | None:

@@ -124,7 +124,7 @@ REASONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.COLLAPSE_POOL: (
         "the mean over a group must be taken after the MaxPool behind the neuron, and this one cannot take it",
-        "give the neuron a MaxPool2d of its own, without return_indices",
+        "give the neuron a layer.MaxPool2d of its own, right behind it, in no container and without return_indices",
     ),
     Reason.K_NOT_WHOLE: (
         "k source steps are no whole number of the frames that a collapse before it makes",

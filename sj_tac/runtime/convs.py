@@ -214,8 +214,8 @@ class DriveModule(Matchable):
                 raise InputError(
                     f"layer {self._tac.name!r} is handed {list(x.shape)}, and nobody says how time is folded there"
                     + (f" (the net's input has T={call.steps}, N={call.batch})" if call is not None else "")
-                    + ": call the converted net itself, not a part, a method or a net with a copy of this layer; set_k(net, 1) "
-                    "runs single frames"
+                    + ": call the converted net itself, not a part or a method of it, nor one with a copy of this layer; "
+                    "set_k(net, 1) runs single frames"
                 )
         elif self._tac.batch_first and x.dim() > 1:
             frames = x.transpose(0, 1)
