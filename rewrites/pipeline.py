@@ -19,6 +19,7 @@ from rewrites.arguments import as_arguments
 from rewrites.corrections import MATCH, Correction, is_as_made, take_back
 from rewrites.observe import observe
 from rewrites.plan import Plan, all_single, analyse, decide, look, report_on, run_source
+from rewrites.way import check_way
 from sj_tac import host
 from sj_tac.errors import ConversionError, ModelTypeError
 from sj_tac.kernels import backends
@@ -99,13 +100,16 @@ def _made(
         raise ConversionError(_no_chain(model, plan))
     if target is not model:
         host.reset(target)
-    handles = swap.apply(plan, target)
+    handles: list[RemovableHandle] = []
     try:
+        handles = swap.apply(plan, target)
         _verify(target, plan, example_input, not tried)
+        setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence))
     except BaseException:
+        target.__dict__.pop(RECORD, None)
         swap.undo(target, handles)
+        swap.drop_hooks(target)  # an interrupted ``apply`` gives no handles
         raise
-    setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence))
     return target
 
 
@@ -129,15 +133,18 @@ def _verify(target: nn.Module, plan: Plan, example_input: Any, compared: bool) -
     """Run the converted net once beside what was seen of its source."""
     if plan.seen is None:
         return
+    exact = all_single(plan.settings)
     verification.verify(
         plan.seen,
         target,
         as_arguments(example_input),
-        exact=all_single(plan.settings),
+        exact=exact,
         any_rate=plan.layout.emits_groups,
         runs_here=_runs_here(target, plan),
         compared=compared,
     )
+    if compared and not exact and plan.layout.emits is None:
+        check_way(plan.seen, target, as_arguments(example_input))
 
 
 def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:

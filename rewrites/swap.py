@@ -132,3 +132,19 @@ def undo(model: nn.Module, handles: list[RemovableHandle]) -> None:
         if is_swapped(module):
             release(module)
     host.forget_reset_cache(model)
+
+
+def drop_hooks(model: nn.Module) -> None:
+    """Take off every hook that a conversion hangs on modules."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "of_sj_tac", False)]:
+                hooks.pop(key)
+                for other in _beside(module):
+                    other.pop(key, None)
+
+
+def _beside(module: nn.Module) -> list[dict[int, bool]]:
+    """Where torch notes more about hooks."""
+    names = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+    return [vars(module)[name] for name in names if name in vars(module)]

@@ -24,6 +24,10 @@ _MEASURED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.ConvTranspose1d, nn.
 _ROW = 4096  # words of a digest's rows
 _WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0), device="cpu") * 2 + 1
 FAR = 0.3  # of an output's mean size: where rounding alone moves as much, as it may in deep nets, float64 tells
+ASKS = (
+    "a forward that asks for the class of a module (type(m) is layer.Conv2d, m.__class__.__name__) goes another way, as a "
+    "converted layer has another class: ask isinstance(m, layer.Conv2d) there"
+)
 FEW = 0.01  # of a neuron's spikes: the most that rounding moves
 _PIECE = 1 << 18  # elements: what the CPU's caches hold
 
@@ -209,9 +213,9 @@ def verify(
                 now.update(before)
         # The last of all, so that a report tells of this one.
         fused = run(model, arguments, {}, watched=False)
-        problem, error = fused.failure or _compare(source.output, fused.output, any_rate), fused.error
+        problem, error = fused.failure or compare(source.output, fused.output, any_rate), fused.error
         if not problem and (exact or expected is not source):
-            problem = _far(expected.output, fused.output, whose)
+            problem = far(expected.output, fused.output, whose)
             rounded = problem and _few_differ(model, arguments) and _are_alike_in_float64(model, arguments)
             problem = "" if rounded else problem
     data = tensors(arguments)
@@ -233,7 +237,8 @@ def verify(
         ) from error
 
 
-def _compare(expected: list[Tensor], got: list[Tensor], any_rate: bool) -> str:
+def compare(expected: list[Tensor], got: list[Tensor], any_rate: bool) -> str:
+    """Other tensors than expected, by their shapes and dtypes, or what is not finite; ``any_rate``: of fewer frames."""
     if len(expected) != len(got):
         return f"the output has {len(got)} tensors, the source's {len(expected)}"
     for a, b in zip(expected, got, strict=True):
@@ -244,7 +249,7 @@ def _compare(expected: list[Tensor], got: list[Tensor], any_rate: bool) -> str:
     return ""
 
 
-def _far(expected: list[Tensor], got: list[Tensor], whose: str) -> str:
+def far(expected: list[Tensor], got: list[Tensor], whose: str) -> str:
     """Other numbers than a few spikes that rounding moved would make."""
     for a, b in zip(expected, got, strict=False):
         if a.shape != b.shape:
@@ -306,7 +311,7 @@ def _are_alike_in_float64(model: nn.Module, arguments: tuple[Any, ...]) -> bool:
     fused = run(twin, wide, {}, watched=False)
     with definition(twin):
         defined = run(twin, wide, {}, watched=False)
-    return not (fused.failure or defined.failure or _far(defined.output, fused.output, ""))
+    return not (fused.failure or defined.failure or far(defined.output, fused.output, ""))
 
 
 def _first_difference(expected: list[Seen], got: list[Seen], exact: bool) -> str:
@@ -319,5 +324,6 @@ def _first_difference(expected: list[Seen], got: list[Seen], exact: bool) -> str
         if a.finite and not b.finite:
             return f"layer {a.module!r} puts out numbers that are not finite, the source's are"
         if exact and a.finite and a.digests != b.digests:
-            return f"layer {a.module!r} is the first whose output differs from the source's at k=1"
+            first = f"layer {a.module!r} is the first whose" if a.module else "the net's own"
+            return f"{first} output differs from the source's at k=1; {ASKS}"
     return ""
