@@ -82,6 +82,8 @@ _COMPARISONS = ("gt", "ge", "lt", "le", "greater", "heaviside", "sign")
 
 # What is in the way behind a sum is told as the sum's; other reasons are the same with and without it.
 _OF_SUMS = (Reason.NO_NEURON, Reason.NOT_LINEAR, Reason.FAN_OUT)
+# What is said to be between a conv and its neuron, if it has one.
+_BETWEEN = (Reason.NOT_LINEAR, Reason.FAN_OUT, Reason.ADD_BEFORE_NEURON, Reason.POOL_BEFORE_NEURON)
 
 
 @dataclass(frozen=True)
@@ -114,15 +116,24 @@ class _Finder:
         refusal = self.reject(name, conv, site)
         if refusal is None:
             found = self.follow(name, self.graph.of(site))
-            return found if isinstance(found, Chain) else self.hinted(found, self.graph.of(site))
+            if isinstance(found, Chain):
+                return found
+            told = self.without_neuron(found, self.graph.of(site)) if found.reason in _BETWEEN else None
+            return told or self.hinted(found, self.graph.of(site))
         within = any(host.is_neuron(m) for m in conv.modules())
         if refusal.reason in (Reason.UNSUPPORTED_CONV, Reason.FOLD_UNSEEN) and not within:
-            behind = self.behind(self.graph.of(site))
-            if not any(n.kind is Kind.NEURON or (n.module and host.is_neuron(self.modules[n.module])) for n in behind):
-                own = next((n.label for n in behind if n.label.partition("(")[0] in _COMPARISONS), None)
-                detail = f"nothing behind it is a neuron of a known class; {own} compares, as one's own neuron would"
-                return Refusal(Reason.NO_NEURON, detail if own else "nothing behind it is a neuron", (refusal.detail,))
+            return self.without_neuron(refusal, self.graph.of(site), True) or refusal
         return refusal
+
+    def without_neuron(self, refusal: Refusal, site: Node, own: bool = False) -> Refusal | None:
+        """In place of ``refusal``, where nothing behind the conv is a neuron; ``own``: nor one that the user wrote out."""
+        behind = self.behind(site)
+        inside = [m for n in behind if n.module for m in self.modules[n.module].modules()]
+        compares = next((n.label for n in behind if n.label.partition("(")[0] in _COMPARISONS), None)
+        if any(n.kind is Kind.NEURON for n in behind) or any(host.is_neuron(m) for m in inside) or (compares and not own):
+            return None
+        detail = f"nothing behind it is a neuron of a known class; {compares} compares, as one's own neuron would"
+        return Refusal(Reason.NO_NEURON, detail if compares else "nothing behind it is a neuron", (refusal.detail,))
 
     def hinted(self, refusal: Refusal, site: Node) -> Refusal:
         """With what looks like a neuron of the user's own, where one stands in front of all that are known."""
@@ -181,7 +192,8 @@ class _Finder:
         if problem is not None:
             return problem
         if not host.is_multi_step(self.modules[site]):
-            return Refusal(Reason.NOT_MULTI_STEP, "it is in step_mode 's'")
+            folds = ", on folded frames, where torch's own layer converts" if self.graph.of(site).folded else ""
+            return Refusal(Reason.NOT_MULTI_STEP, f"it is in step_mode 's'{folds}")
         if self.graph.of(site).kind is not Kind.SITE:
             return Refusal(Reason.NOT_LINEAR, "it is called with other than one tensor of frames")
         return None

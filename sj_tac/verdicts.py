@@ -76,7 +76,8 @@ REASONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.NOT_MULTI_STEP: (
         "a module of the chain is in step_mode 's'",
-        "functional.set_step_mode(model, 'm') before convert",
+        "hand it frames [T, N, ...] and set step_mode 'm' (functional.set_step_mode) before convert; on folded frames use "
+        "torch's own layers",
     ),
     Reason.PARAMETRIZED: (
         "what torch.nn.utils.parametrize makes of its weights can be tried on example_input alone",

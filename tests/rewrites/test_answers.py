@@ -76,7 +76,15 @@ def _scripted_by_name(net, x):
 
 
 SETTINGS = {k: {f"conv{i}": Setting("preserve", k, f"lif{i}") for i in (1, 2)} for k in (1, 2)}
-ASKS = [_asserted, _branch, _shaped, _parameter, _several, _scripted, _scripted_by_name]
+
+
+def _formatted(net, x):
+    net.text = f"{x.mean():.3f} " + f"{x.max():.2f}"
+    assert 1.0 in x[0] or 0.0 in x[0]
+    return x
+
+
+ASKS = [_formatted, _asserted, _branch, _shaped, _parameter, _several, _scripted, _scripted_by_name]
 
 
 def frames():
@@ -112,6 +120,38 @@ def test_symbols_alone_are_taken_for_tensors(ask):
     converted, net = sj_tac.convert(made(ask).eval(), k=2), define(made(ask).eval(), SETTINGS[2])
     with torch.no_grad():
         torch.testing.assert_close(converted(frames()), net(frames()), rtol=0, atol=1e-9)
+
+
+def test_a_voltage_that_a_forward_writes():
+    """Modules run on values: a symbol in a neuron's memory took the neuron out of the graph."""
+
+    class Started(Net):
+        def forward(self, x):
+            y = self.bn1(self.conv1(x))
+            self.lif1.v = torch.full_like(y[0], 0.1)
+            y = self.lif1(y)
+            self.rates = [float(y.detach().mean())]
+            return self.lif2(self.bn2(self.conv2(y)))
+
+    x, net = frames(), Started(None).double()
+    converted = sj_tac.convert(net, k=2, example_input=x)
+    assert len(sj_tac.report(converted).converted) == 2
+    out = converted(x)
+    functional.reset_net(converted)
+    slow = sj_tac.convert(net, k=2, fuse=False, example_input=x)(x)
+    torch.testing.assert_close(out, slow, rtol=0, atol=1e-9)
+    assert 0.05 < out.mean() < 0.6
+
+
+@pytest.mark.parametrize(
+    "head", [torch.sigmoid, lambda x: x.amax(2), lambda x: x.mean((0, 3, 4))], ids=["sigmoid", "max", "mean"]
+)
+def test_a_head_has_no_neuron(head):
+    class Headed(Net):
+        def forward(self, x):
+            return head(self.conv2(self.lif1(self.bn1(self.conv1(x)))))
+
+    assert sj_tac.plan(Headed(None).double(), k=2, example_input=frames())["conv2"].reason == "NO_NEURON"
 
 
 def test_a_scripted_drive_is_refused():

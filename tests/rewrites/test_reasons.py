@@ -85,6 +85,10 @@ def twice(front, x):
     return front[2](front[1](front[0](front[0](x))))
 
 
+def step_by_step(front, x):
+    return torch.stack([front(x[t]) for t in range(x.shape[0])])
+
+
 def fan_out(front, x):
     y = front[0](x)
     return front[2](front[1](y)) + y.abs()
@@ -129,6 +133,7 @@ CASES = {
     Reason.INSIDE_LEAF: Around(layer.SeqToANNContainer(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU()), node("lif")),
     Reason.NEVER_CALLED: Around(conv(), node("lif"), forward=by_weight),
     Reason.CALLED_TWICE: Around(conv(3, 3), norm(), node("lif"), forward=twice),
+    Reason.TIME_LOOP: Around(conv(step_mode="s"), layer.BatchNorm2d(3), node("lif", step_mode="s"), forward=step_by_step),
     Reason.FAN_OUT: Around(conv(), norm(), node("lif"), forward=fan_out),
     Reason.NOT_MULTI_STEP: Around(conv(step_mode="s"), norm(), node("lif")),
     Reason.PARAMETRIZED: Around(parametrized(), norm(), node("lif")),
@@ -166,7 +171,7 @@ POLICIES = {
 # T and N of the sample, where one is needed.
 SAMPLES = {
     Reason.FOLD_AMBIGUOUS: (4, 1), Reason.NEURON_FOLDED: (4, 2), Reason.COLLAPSE_FOLDED: (4, 2), Reason.ONCE_ALREADY: (2,),
-    Reason.PROMISE_BROKEN: (4, 2), Reason.COLLAPSE_REGISTERED: (4, 2),
+    Reason.PROMISE_BROKEN: (4, 2), Reason.COLLAPSE_REGISTERED: (4, 2), Reason.TIME_LOOP: (4, 2),
 }  # fmt: skip
 
 
