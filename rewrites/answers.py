@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 # What proxies are to these is torch.fx's affair: PyTorch reads a tensor's memory where it is told that something is one.
-_NOT_ASKING = sys.stdlib_module_names | {"functorch", "numba", "numpy", "rewrites", "sj_tac", "torch", "torchgen", "triton"}
+NOT_ASKING = sys.stdlib_module_names | {"functorch", "numba", "numpy", "rewrites", "sj_tac", "torch", "torchgen", "triton"}
 _MISSING = object()
 
 
@@ -62,10 +62,10 @@ def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
     """The global names of all Python that a forward may run, of code that no module holds among it."""
     found: dict[int, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
-        if builtins.isinstance(module, ModuleType) and name.partition(".")[0] not in _NOT_ASKING:
+        if builtins.isinstance(module, ModuleType) and name.partition(".")[0] not in NOT_ASKING:
             found[id(vars(module))] = vars(module)
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         names = getattr(vars(cls).get("forward"), "__globals__", None)
-        if names is not None and cls.__module__.partition(".")[0] not in _NOT_ASKING:
+        if names is not None and cls.__module__.partition(".")[0] not in NOT_ASKING:
             found[id(names)] = names
     return list(found.values())

@@ -28,12 +28,25 @@ def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return found
 
 
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """What the forward of ``model`` takes. Raises TraceError.
+
+    A decorator's own parameters where it names them all, even if it says that it is what it wraps.
+    """
+    try:
+        found = inspect.signature(model.forward, follow_wrapped=False)
+        stars = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values())
+        return inspect.signature(model.forward) if stars else found
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"nobody can say what the forward of {type(model).__name__} takes: {error}") from error
+
+
 def by_name(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
     """The arguments by the names that forward gives them. Raises TraceError."""
+    signature = signature_of(model)
     try:
-        signature = inspect.signature(model.forward)
         given = signature.bind(*arguments).arguments
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         raise TraceError(
             f"the forward of {type(model).__name__} does not take example_input of shape {described(arguments)} ({error}); "
             "example_input is one input or a tuple of forward's positional arguments: give the others a default, or "

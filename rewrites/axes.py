@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rewrites.arguments import copied
+from rewrites.arguments import copied, signature_of
 from rewrites.layouts import Sample
 from sj_tac import host
 from sj_tac.runtime.borders import Axes
@@ -22,7 +21,7 @@ def find_axes(model: nn.Module, arguments: tuple[Any, ...], sample: Sample | Non
     """
     if sample is None:
         return None
-    names = tuple(inspect.signature(model.forward).parameters)
+    names = tuple(signature_of(model).parameters)
     ranks = tuple(x.dim() if isinstance(x, Tensor) else -1 for x in arguments)
     places = [(i, d) for i, x in enumerate(arguments) if isinstance(x, Tensor) for d in range(min(2, x.dim()))]
     found: list[tuple[int, int] | None] = [None, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 import threading
 from collections.abc import Callable
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from rewrites.answers import as_tensors
-from rewrites.arguments import PLAIN, as_arguments, by_name, copied, described
+from rewrites.arguments import as_arguments, by_name, copied
 from rewrites.buffers import Buffers, written
+from rewrites.failures import first_line, why_not
+from rewrites.forwards import RootForward, concrete, guesses, root_forward
 from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.errors import TraceError
@@ -44,6 +45,19 @@ class _LeafTracer(fx.Tracer):
         self._stopped: tuple[BaseException, nn.Module] | None = None
         self._thread = threading.get_ident()
         self.buffers = Buffers(self.write)
+        self.forward: RootForward | None = None
+
+    def read(self, forward: RootForward) -> None:
+        """Trace this call instead of what torch.fx reads from the model's class."""
+        self.forward, self.traced_func_name = forward, forward.entry
+        if forward.home is not None:
+            self._autowrap_search.append(forward.home)  # as torch.fx does with the home of what it reads
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        if self.forward is None:
+            return super().create_args_for_root(root_fn, is_module, concrete_args)
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in self.forward.inputs]
+        return self.forward.call, [self.root, *inputs]
 
     def write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
         """The graph's value of a tensor that a forward made itself and wrote a value into."""
@@ -83,7 +97,7 @@ class _LeafTracer(fx.Tracer):
             if self.opaque and not self.is_leaf_module(m, ""):
                 # Once more with this one as a leaf, here and now: starting over would be quadratic in what is closed.
                 self._forget(last, depth)
-                self.closed[m] = _first_line(error)
+                self.closed[m] = first_line(error)
                 return self.call_module(m, forward, args, kwargs)
             self._stopped = error, m
             raise
@@ -304,38 +318,55 @@ def trace(model: nn.Module, example_input: Any = None) -> Traced:
         TraceError: torch.fx cannot follow the model's own forward; says what to do.
     """
     if example_input is None:
-        with host.looked_at(model):
-            return _traced(_LeafTracer(), model, {}, sampled=False)
+        return _on_symbols(model)
     arguments = copied(as_arguments(example_input))
     given = by_name(model, arguments)
+    forward = root_forward(model, given)
+    given = given if forward is None else forward.given
     # Each in a look of its own: what symbols leave in attributes is not for the sample to meet.
     with contextlib.suppress(Exception), host.looked_at(model):
         # Opaque nodes are the last resort: the sample may get through.
         tracer = _LeafTracer(opaque=False)
         tracer.looks_inside = True
-        traced = _traced(tracer, model, given, sampled=False)
+        traced = _traced(tracer, model, given, forward, sampled=False)
         _note_shapes(model, traced.graph, given)
         return traced
-    with host.looked_at(model):
-        host.reset_memories(model)  # voltages may be those of another batch
-        try:
-            return _traced(_ValueTracer(given), model, given, sampled=True)
-        except TraceError as error:
-            why = _first_line(error.__cause__ or error)
-            raise TraceError(
-                f"tracing failed with example_input of shape {described(arguments)}: {why}; check that "
-                "model.eval()(*example_input) runs under torch.no_grad(), and that its modules are called with tensors"
-            ) from error.__cause__
+    try:
+        with host.looked_at(model):
+            host.reset_memories(model)  # voltages may be those of another batch
+            return _traced(_ValueTracer(given), model, given, forward, sampled=True)
+    except TraceError as error:
+        # Only now that the model is as it was: it may run.
+        raise TraceError(why_not(model, arguments, error.__cause__ or error)) from error.__cause__
 
 
-def _traced(tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], *, sampled: bool) -> Traced:
+def _on_symbols(model: nn.Module) -> Traced:
+    first, *others = guesses(model)
+    try:
+        with host.looked_at(model):
+            return _traced(_LeafTracer(), model, {}, first, sampled=False)
+    except TraceError:
+        for forward in others:
+            with contextlib.suppress(TraceError), host.looked_at(model):
+                return _traced(_LeafTracer(), model, {}, forward, sampled=False)
+        raise
+
+
+def _traced(
+    tracer: _LeafTracer, model: nn.Module, given: dict[str, Any], forward: RootForward | None, *, sampled: bool
+) -> Traced:
     names = {module: name for name, module in model.named_modules()}
+    if forward is None:
+        fixed = concrete(model, given, sampled)
+    else:
+        fixed = {}
+        tracer.read(forward)
     try:
         with _ONE_TRACE, tracer.buffers, as_tensors(model, tracer.is_instance):
-            graph = tracer.trace(model, concrete_args=_concrete(model, given, sampled) or None)
+            graph = tracer.trace(model, concrete_args=fixed or None)
     except Exception as error:
         raise TraceError(
-            f"torch.fx cannot follow {tracer.where(error)} on symbols alone, in eval mode ({_first_line(error)}); it "
+            f"torch.fx cannot follow {tracer.where(error)} on symbols alone, in eval mode ({first_line(error)}); it "
             "probably asks for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
         ) from error
     return Traced(graph, {names[m]: why for m, why in tracer.closed.items()}, sampled)
@@ -358,20 +389,3 @@ def _note_shapes(model: nn.Module, graph: fx.Graph, given: dict[str, Any]) -> No
     with contextlib.suppress(Exception):
         host.reset_memories(model)
         _Shapes(model, graph=graph).run(*arguments)
-
-
-def _concrete(model: nn.Module, given: dict[str, Any], sampled: bool) -> dict[str, Any]:
-    """Arguments that are no part of the data flow: defaults that stay, and for symbols whatever is given and no tensor."""
-    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    found = {}
-    for name, p in inspect.signature(model.forward).parameters.items():
-        if name not in given:
-            if p.default is not p.empty:
-                found[name] = p.default
-        elif not sampled and (type(given[name]) in PLAIN or (p.kind in stars and not given[name])):
-            found[stars.get(p.kind, "") + name] = given[name]
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
