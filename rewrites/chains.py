@@ -385,7 +385,10 @@ class _Finder:
             if any(n.layout.folded or n.layout is wrong for n in given):
                 return Refusal(Reason.NEURON_FOLDED, f"its neuron is {reader.label}, on {list(given[0].shape or ())}")
         if module is not None and host.is_neuron(module):
-            return Refusal(Reason.UNSUPPORTED_NEURON, f"its neuron is {reader.label}, of a type with dynamics of its own")
+            known = host.kind(module) in host.NEURONS or host.is_registered_neuron(module)
+            many = host.many_numbers(module) if known else ""
+            what = f"whose {many}" if many else "of a type with dynamics of its own"
+            return Refusal(Reason.UNSUPPORTED_NEURON, f"its neuron is {reader.label}, {what}")
         if isinstance(module, host.ANY_MAX_POOLS):
             return Refusal(Reason.POOL_BEFORE_NEURON, f"{reader.label} stands between it and the neuron")
         between, given = f"{reader.label} stands between it and the neuron", self.graph.inputs(reader)

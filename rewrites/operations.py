@@ -200,7 +200,7 @@ def module_kind(module: nn.Module) -> Kind:
     if not host.is_multi_step(module) or clash(module):
         return Kind.FIXED
     if kind in host.NEURONS or host.is_registered_neuron(module):
-        return Kind.NEURON
+        return Kind.FIXED if host.many_numbers(module) else Kind.NEURON
     if host.is_registered_affine(module):
         return Kind.AFFINE
     if kind in (*host.CONVS, *host.LINEARS) or site_layer(module) is not None:

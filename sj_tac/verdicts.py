@@ -97,8 +97,9 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "train with track_running_stats=True",
     ),
     Reason.UNSUPPORTED_NEURON: (
-        "the neuron is not exactly LIFNode, IFNode or ParametricLIFNode, so its dynamics are its own",
-        "use one of the three; where it leaks by a factor and charges linearly, sj_tac.register_neuron(its class, decay)",
+        "the neuron is not exactly LIFNode, IFNode or ParametricLIFNode with one time constant, so its dynamics are its own",
+        "use one of the three, its tau one number; where it leaks by a factor and charges linearly, "
+        "sj_tac.register_neuron(its class, decay)",
     ),
     Reason.POOL_BEFORE_NEURON: (
         "a MaxPool stands between it and the neuron, and the largest of shared drives is not the frames' own largest",

@@ -29,6 +29,7 @@ from sj_tac.host.neurons import (
     fires_by_threshold as fires_by_threshold,
     fused_surrogate as fused_surrogate,
     input_gain as input_gain,
+    many_numbers as many_numbers,
     neuron_problem as neuron_problem,
     resting_voltage as resting_voltage,
     steps_on as steps_on,

@@ -9,7 +9,7 @@ import torch
 from spikingjelly.activation_based import functional, surrogate as surrogate
 from torch import Tensor, nn
 
-from sj_tac.host.registry import registered_decay
+from sj_tac.host.registry import decay_of_class, of_tau, registered_decay
 from sj_tac.host.types import IS_V2, neuron
 
 
@@ -31,6 +31,18 @@ def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
         tau = node.tau
         return 1.0 - 1.0 / float(tau.detach() if isinstance(tau, Tensor) else tau)
     return 1.0
+
+
+def many_numbers(node: Any) -> str:
+    """What of a neuron is a tensor of several numbers where one makes the weights of a group; empty where nothing is."""
+    name = "w" if isinstance(node, neuron.ParametricLIFNode) else "tau" if isinstance(node, neuron.LIFNode) else ""
+    registered = decay_of_class(type(node))
+    if registered is not None:
+        name = "tau" if registered is of_tau else ""
+    value = getattr(node, name) if name else None
+    if not isinstance(value, Tensor) or value.numel() == 1:
+        return ""
+    return f"{name} is a tensor of {list(value.shape)} numbers"
 
 
 def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sj_tac.host import kinds
 from sj_tac.host.types import is_multi_step, is_neuron, neuron
@@ -110,14 +110,19 @@ def is_the_hosts(module: nn.Module) -> bool:
     return kinds.kind(module) in _OF_THE_HOST
 
 
+def decay_of_class(own: type[nn.Module]) -> Decay | None:
+    """The decay that was registered for a class or one of its bases; None where none was."""
+    for cls in own.__mro__:
+        if cls in _NEURONS:
+            return _NEURONS[cls]
+    return None
+
+
 def registered_decay(node: nn.Module) -> float | None:
     """beta of a registered neuron; None of any other. Raises ValueError where its function gives none."""
     # By the bases alone: calls ask, too, compiled ones among them, which could not follow more.
-    for cls in type(node).__mro__:
-        if cls in _NEURONS:
-            decay = _NEURONS[cls]
-            break
-    else:
+    decay = decay_of_class(type(node))
+    if decay is None:
         return None
     with torch.no_grad():
         found = decay(node) if callable(decay) else decay
@@ -127,8 +132,9 @@ def registered_decay(node: nn.Module) -> float | None:
     return value
 
 
-def _of_tau(node: Any) -> float:
-    return 1.0 - 1.0 / float(node.tau)
+def of_tau(node: Any) -> float:
+    """beta of a neuron that leaks by its tau."""
+    return 1.0 - 1.0 / float(node.tau.detach() if isinstance(node.tau, Tensor) else node.tau)
 
 
 def _of_gates(node: Any) -> float:
@@ -139,10 +145,10 @@ def _of_gates(node: Any) -> float:
 
 # Of the host's own, those whose membrane leaks by a factor and is charged linearly. One of the two hosts has few of them.
 _OWN: dict[str, Decay] = {
-    "ILIFNode": _of_tau,
-    "LIAFNode": _of_tau,
-    "ComplementaryLIFNode": _of_tau,
-    "TernaryLIFNode": _of_tau,
+    "ILIFNode": of_tau,
+    "LIAFNode": of_tau,
+    "ComplementaryLIFNode": of_tau,
+    "TernaryLIFNode": of_tau,
     "TernaryIFNode": 1.0,
     "HalfThresholdIFNode": 1.0,
     "GatedLIFNode": _of_gates,
