@@ -190,7 +190,7 @@ class _Fuse:
         first = places[0]
         same = all((_wants(p), p.span) == (_wants(first), first.span) for p in places)
         nodes = [self.modules[p.neuron] for p in places]
-        learns = first.settings.weights == "learned" or any(isinstance(n, host.neuron.ParametricLIFNode) for n in nodes)
+        learns = first.settings.weights == "learned" or any(host.decay_source(n) is not None for n in nodes)
         return same and not learns and len({host.decay(n, torch.float64) for n in nodes}) == 1
 
 

@@ -19,18 +19,47 @@ def number(value: Any) -> float:
 
 
 def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
-    """beta of ``h = r + beta (v - r) + gamma x``: a float, or for a PLIF a differentiable 0-dim tensor of ``dtype``."""
+    """beta of ``h = r + beta (v - r) + gamma x``: a float; where it is trained, a differentiable 0-dim tensor."""
     registered = registered_decay(node)
     if registered is not None:
         return registered
     if isinstance(node, neuron.ParametricLIFNode):
-        decayed: Tensor = 1.0 - node.w.to(dtype).sigmoid()
+        decayed: Tensor = 1.0 - _one(node.w, dtype).sigmoid()
         return decayed
     if isinstance(node, neuron.LIFNode):
         # ``number``, written out: every layer of every call asks.
         tau = node.tau
-        return 1.0 - 1.0 / float(tau.detach() if isinstance(tau, Tensor) else tau)
+        if isinstance(tau, Tensor):
+            return 1.0 - 1.0 / (_one(tau, dtype) if _is_trained(node, tau) else number(tau))
+        return 1.0 - 1.0 / float(tau)
     return 1.0
+
+
+def decays_by_float(node: Any) -> bool:
+    """True where no tensor makes ``decay``: a part of ``decay_source``'s answer, told past torch's slow look-up."""
+    if isinstance(node, neuron.LIFNode):
+        return type(node.__dict__.get("tau")) is float
+    return not isinstance(node, neuron.ParametricLIFNode)
+
+
+def decay_source(node: Any) -> Tensor | None:
+    """The tensor whose gradient ``decay`` keeps: a PLIF's w, or a LIF's tau that is trained; None where it is a number."""
+    if isinstance(node, neuron.ParametricLIFNode):
+        w: Tensor = node.w
+        return w
+    if not isinstance(node, neuron.LIFNode):
+        return None
+    tau = node.tau
+    return tau if isinstance(tau, Tensor) and _is_trained(node, tau) else None
+
+
+def _is_trained(node: Any, tau: Tensor) -> bool:
+    # What torch.func puts in a parameter's place is none, and need not say that it wants a gradient.
+    return "tau" in node._parameters or tau.requires_grad
+
+
+def _one(tau: Tensor, dtype: torch.dtype) -> Tensor:
+    return tau.to(dtype) if not tau.dim() else tau.to(dtype).reshape(())
 
 
 def many_numbers(node: Any) -> str:
@@ -51,9 +80,12 @@ def input_gain(node: Any, dtype: torch.dtype) -> float | Tensor:
     if not isinstance(node, (neuron.LIFNode, neuron.ParametricLIFNode)) or not node.decay_input:
         return 1.0
     if isinstance(node, neuron.ParametricLIFNode):
-        gain: Tensor = node.w.to(dtype).sigmoid()
+        gain: Tensor = _one(node.w, dtype).sigmoid()
         return gain
-    return 1.0 / number(node.tau)
+    tau = node.tau
+    if isinstance(tau, Tensor) and _is_trained(node, tau):
+        return 1.0 / _one(tau, dtype)
+    return 1.0 / number(tau)
 
 
 def fire_and_reset(node: Any, charged: Tensor) -> tuple[Tensor, Tensor]:

@@ -146,6 +146,9 @@ def _decay_and_gain(call: Call, wide: torch.dtype, merged: bool) -> tuple[float 
     # Only gradients need a PLIF's beside its sigmoid(w), and on a GPU each small operation is a launch.
     if w is not None and dispatch.is_plain(call.y) and not dispatch.differentiates(call.y, *call[3:7], call.weights, w):
         return 1.0, 1.0
+    if w is None and not merged:
+        # The steps themselves are by tau's number, whose gradient these kernels do not have.
+        return host.number(host.decay(call.node, torch.float64)), host.number(host.input_gain(call.node, torch.float64))
     return host.decay(call.node, wide), host.input_gain(call.node, wide)
 
 
@@ -159,18 +162,19 @@ def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
         raise BackendError(kernel_problem(node, pool))
     merged = linear is not None
     w = _plif(node)
+    rate = None if w is None else w.detach().to(wide).sigmoid().view(())
     decay, gain = _decay_and_gain(call, wide, merged)
     if isinstance(decay, Tensor) and linear is None:
         pair = [reference.tensor_of(value, wide, y.device) for value in (decay, gain)]
         linear = torch.stack(pair).expand(len(lengths) or y.shape[0], 2)
     beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
-    mode, tau = host.charge_mode(node, merged), float(node.tau) if isinstance(node, host.neuron.LIFNode) else 1.0
+    mode, tau = host.charge_mode(node, merged), host.number(node.tau) if isinstance(node, host.neuron.LIFNode) else 1.0
     if mode in _MULTIPLYING and math.frexp(tau)[0] == 0.5:
         # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
         mode, tau = _MULTIPLYING[mode], 1 / tau
     return Operands(
-        y, call.residual, call.scale, call.shift, call.v, linear, None if w is None else w.detach().to(wide).sigmoid(),
-        call.weights, [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
+        y, call.residual, call.scale, call.shift, call.v, linear, rate, call.weights,
+        [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
         float(node.v_threshold), node.v_reset is not None, node.detach_reset, *spec, pools.number(pool), list(window),
         call.group, launcher,
     )  # fmt: skip

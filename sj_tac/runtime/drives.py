@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,16 +151,14 @@ class Drive:
         decays = self.weights == "decay" and self.k > first  # one frame alone is what it is
         # The twin has what the neuron has, without a look whether that is still there.
         node: Any = self._twin
-        if source is None and decays and isinstance(node, host.neuron.ParametricLIFNode):
+        if source is None and decays and not host.decays_by_float(node):
             node = self.node
-            source = node._parameters.get("w")
-            source = node.w if source is None else source  # parametrized: another tensor every time
+            source = host.decay_source(node)  # parametrized: another tensor every time
         number = _number(source) if source is not None and keeps else None
         if number is not None and (found := self._cache.get((of, kind, number))) is not None:
             return found
         beta = host.decay(node, wide) if decays else 0.0
         if isinstance(beta, Tensor) or logits is not None:
-            source = cast(Any, self.node).w if logits is None else logits
             assert source is not None
             # A compiled call compares no weights, and torch.compile cannot ask a tensor whether it is of inference mode.
             version = -1 if not keeps or source.is_inference() else source._version
@@ -281,7 +279,7 @@ def _number(source: Tensor, recorded: bool = False) -> tuple[float, ...] | None:
         or not dispatch.is_plain(source)
     ):
         return None
-    return tuple(source.tolist()) if source.dim() else (source.item(),)
+    return tuple(source.flatten().tolist()) if source.dim() else (source.item(),)
 
 
 def _learned(logits: Tensor, frames: int, dtype: torch.dtype) -> Sequence[Tensor]:

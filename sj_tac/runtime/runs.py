@@ -53,7 +53,7 @@ class Run:
 
     __slots__ = (
         *("node", "unit", "frame", "inputs", "drives", "given", "lengths", "merges", "normalize", "wants"),
-        *("_numbers", "_versions", "_w"),
+        *("_numbers", "_also", "_versions", "_w"),
     )
 
     def __init__(
@@ -82,13 +82,12 @@ class Run:
         threshold = held.get("v_threshold")
         if threshold is None:
             threshold = node.v_threshold
-        if isinstance(threshold, Tensor):
-            versions.append(None if threshold.is_inference() else threshold._version)
+        numbers = {name: held[name] for name in _NUMBERS if name in held}
+        parameters = held["_parameters"]
+        also = threshold, numbers.get("tau", parameters.get("tau")), numbers.get("v_reset", parameters.get("v_reset"))
+        self._also = [x for x in also if isinstance(x, Tensor)]
+        versions += [None if x.is_inference() else x._version for x in self._also]
         self.given, self._versions = tuple(given), versions
-        numbers = {}
-        for name in _NUMBERS:
-            if name in held:
-                numbers[name] = held[name]
         surrogate = held["_modules"].get("surrogate_function")
         self._numbers = numbers, surrogate, None if surrogate is None else dict(surrogate.__dict__)
         self._w = _number(inputs.w)
@@ -118,11 +117,6 @@ class Run:
 
         return Again(self, pool, weights, size)
 
-    def _read(self) -> tuple[Tensor, ...]:
-        """Every tensor that the run reads, a trained threshold among them."""
-        threshold = self.node.v_threshold
-        return (*self.given, threshold) if isinstance(threshold, Tensor) else self.given
-
     def as_it_was(self) -> Run:
         """This run, of a neuron that has the numbers of then. Raises StaleValueError where its tensors were changed."""
         then = copy.copy(self)
@@ -133,7 +127,7 @@ class Run:
         held.update(numbers)
         if surrogate is not None:
             held["_modules"] = {**held["_modules"], "surrogate_function": _twin(surrogate, held_then)}
-        for x, version in zip(then._read(), self._versions, strict=True):
+        for x, version in zip((*self.given, *self._also), self._versions, strict=True):
             if (version is not None and x._version != version) or (x is self.inputs.w and _number(x) != self._w):
                 what = "its time constant w" if x is self.inputs.w else f"a tensor {list(x.shape)} that it read"
                 raise StaleValueError(

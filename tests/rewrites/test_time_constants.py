@@ -81,6 +81,17 @@ def test_a_plan_says_so(make, told):
     assert told in sj_tac.plan(net, k=2)["2"].detail
 
 
+def test_several_shapes_of_one_number_are_one():
+    for shape in ((), (1,), (1, 1, 1)):
+        taus = [with_taus(torch.full(shape, 2.5, dtype=torch.float64))] if host.IS_V2 else []
+        for last in (*taus, with_rates(torch.zeros(shape))):
+            net = build(last)
+            fast = sj_tac.convert(net, k=2, example_input=X)
+            assert [v.status for v in sj_tac.report(fast)] == ["converted"] * 2
+            definition = run(sj_tac.convert(net, k=2, fuse=False))
+            torch.testing.assert_close(run(fast), definition, rtol=0, atol=0)
+
+
 @only_v2
 def test_a_class_that_was_registered_decays_as_its_function_says():
     class Mean(neuron.LIFNode):
