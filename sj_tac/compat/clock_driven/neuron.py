@@ -1,4 +1,4 @@
-"""The old ``spikingjelly.clock_driven.neuron``: constructors, and nothing else, around the host's neurons.
+"""The old ``spikingjelly.clock_driven.neuron``: constructors around the host's neurons, and what 2.0 took from them.
 
 ``v_seq`` is not stored, as the host's default is (the old multi-step neurons always did): ``node.store_v_seq = True``.
 """
@@ -10,7 +10,16 @@ from typing import Any
 from spikingjelly.activation_based import neuron as _host
 
 from sj_tac.compat.clock_driven import base as base, lost, surrogate as surrogate
-from sj_tac.compat.hooks import CALLS_HOOKS, check_backend, check_decay, install_hooks, refuse_hooks
+from sj_tac.compat.hooks import (
+    CALLS_HOOKS,
+    charge_if,
+    charge_lif,
+    charge_plif,
+    check_backend,
+    check_decay,
+    install_hooks,
+    refuse_hooks,
+)
 
 # One instance for all, as it was: the functions have no state.
 _SIGMOID = surrogate.Sigmoid()
@@ -24,9 +33,19 @@ class BaseNode(_host.BaseNode):
         refuse_hooks(self)
         super().__init__(*args, **kwargs)
 
+    def register_memory(self, name: str, value: Any) -> None:
+        """A variable that ``reset`` gives its value back. ``v_seq``, which 2.0 has and resets itself, is set alone."""
+        if name == "v_seq" and name in self.__dict__:
+            self.v_seq = value
+        else:
+            super().register_memory(name, value)
+
 
 class IFNode(_host.IFNode, BaseNode):
     """An integrate-and-fire neuron, one step a call."""
+
+    _adds_nothing = True  # that the host calls and has otherwise
+    neuronal_charge = charge_if
 
     def __init__(
         self,
@@ -58,6 +77,9 @@ class MultiStepIFNode(IFNode):
 
 class LIFNode(_host.LIFNode, BaseNode):
     """A leaky integrate-and-fire neuron, one step a call."""
+
+    _adds_nothing = True  # that the host calls and has otherwise
+    neuronal_charge = charge_lif
 
     def __init__(
         self,
@@ -94,6 +116,9 @@ class MultiStepLIFNode(LIFNode):
 
 class ParametricLIFNode(_host.ParametricLIFNode, BaseNode):
     """A leaky neuron whose decay ``w``, a 0-dim parameter, is learned, one step a call."""
+
+    _adds_nothing = True  # that the host calls and has otherwise
+    neuronal_charge = charge_plif
 
     def __init__(
         self,
