@@ -30,7 +30,7 @@ def find_axes(model: nn.Module, arguments: tuple[Any, ...], sample: Sample | Non
             more = [sample.steps, sample.batch]
             more[which] += 1
             for at in places:
-                if arguments[at[0]].shape[at[1]] == size and _seen(model, _longer(arguments, *at)) == tuple(more):
+                if arguments[at[0]].shape[at[1]] == size and _seen_longer(model, arguments, *at) == tuple(more):
                     found[which] = at
                     break
     return Axes(names, ranks, found[0], found[1])
@@ -43,15 +43,21 @@ def time_axis(model: nn.Module, x: Tensor) -> int | None:
     """
     before = _seen(model, (x,))
     for dim in range(min(2, x.dim())) if before is not None else ():
-        after = _seen(model, _longer((x,), 0, dim))
+        after = _seen_longer(model, (x,), 0, dim)
         if before is not None and after is not None and after[0] == before[0] + 1:
             return dim
     return None
 
 
-def _longer(arguments: tuple[Any, ...], argument: int, dim: int) -> tuple[Any, ...]:
+def _seen_longer(model: nn.Module, arguments: tuple[Any, ...], argument: int, dim: int) -> tuple[int, ...] | None:
+    """``_seen`` of a call with an argument that is longer by one; None, too, where torch cannot make it so."""
     x = arguments[argument]
-    return (*arguments[:argument], torch.cat([x, x.narrow(dim, 0, 1)], dim), *arguments[argument + 1 :])
+    try:
+        # A copy: of a sparse tensor there is no view.
+        longer = torch.cat([x, torch.narrow_copy(x, dim, 0, 1)], dim)
+    except RuntimeError:  # compressed rows and the like are neither cut nor joined
+        return None
+    return _seen(model, (*arguments[:argument], longer, *arguments[argument + 1 :]))
 
 
 class _Enough(Exception):

@@ -29,9 +29,13 @@ def misread(
         return {}
     argument, dim = axes.batch
     other = list(copied(arguments))
-    first = other[argument].select(dim, 0)
+    given = other[argument]
+    # Of a sparse tensor no part can be written.
+    whole = given.to_dense() if given.is_sparse else given
+    first = whole.select(dim, 0)
     first.copy_(first == 0)  # of spikes: spikes
-    before, after = (_rows(model, given, looked) for given in (arguments, tuple(other)))
+    other[argument] = whole.to_sparse(given.sparse_dim()) if given.is_sparse else whole
+    before, after = (_rows(model, tried, looked) for tried in (arguments, tuple(other)))
     found = {}
     for name, chain in looked.items():
         if name not in before or name not in after or before[name].shape != after[name].shape:
