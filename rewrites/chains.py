@@ -132,8 +132,9 @@ class _Finder:
         compares = next((n.label for n in behind if n.label.partition("(")[0] in _COMPARISONS), None)
         if any(n.kind is Kind.NEURON for n in behind) or any(host.is_neuron(m) for m in inside) or (compares and not own):
             return None
-        detail = f"nothing behind it is a neuron of a known class; {compares} compares, as one's own neuron would"
-        return Refusal(Reason.NO_NEURON, detail if compares else "nothing behind it is a neuron", (refusal.detail,))
+        detail = "nothing behind it is a neuron of a known class"
+        detail += f"; {compares} compares, as one's own neuron would" if compares else ""
+        return Refusal(Reason.NO_NEURON, detail, (refusal.detail,))
 
     def hinted(self, refusal: Refusal, site: Node) -> Refusal:
         """With what looks like a neuron of the user's own, where one stands in front of all that are known."""

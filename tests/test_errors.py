@@ -64,9 +64,11 @@ def test_no_chain_found():
         sj_tac.convert(linear)
     assert sj_tac.plan(linear).verdicts == ()
     headless = nn.Sequential(conv(), norm(), nn.ReLU())
-    with pytest.raises(ConversionError, match=r"no chain of Sequential can be converted:\n  0: NOT_LINEAR: '2' \(ReLU\)"):
+    with pytest.raises(
+        ConversionError, match=r"no chain of Sequential can be converted:\n  0: NO_NEURON: nothing behind it"
+    ):
         sj_tac.convert(headless)
-    assert sj_tac.plan(headless)["0"].reason == "NOT_LINEAR"
+    assert sj_tac.plan(headless)["0"].obstacles == ("'2' (ReLU) stands between it and the neuron",)
     with pytest.raises(ConversionError, match="POLICY_KEEP"):
         sj_tac.convert(csnn(), "keep")
 

@@ -62,17 +62,11 @@ def lying(forward):
 
 
 def bare(forward):
-    def call(*args, **kwargs):
-        return forward(*args, **kwargs)
-
-    return call
+    return lambda *args, **kwargs: forward(*args, **kwargs)
 
 
 def bare_with_self(forward):
-    def call(self, *args, **kwargs):
-        return forward(self, *args, **kwargs)
-
-    return call
+    return lambda self, *args, **kwargs: forward(self, *args, **kwargs)
 
 
 class NoGrad(Base):
