@@ -26,7 +26,6 @@ from sj_tac.host.neurons import (
     charge_mode as charge_mode,
     decay as decay,
     decay_source as decay_source,
-    decays_by_float as decays_by_float,
     fire_and_reset as fire_and_reset,
     fires_by_threshold as fires_by_threshold,
     fused_surrogate as fused_surrogate,

@@ -35,13 +35,6 @@ def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
     return 1.0
 
 
-def decays_by_float(node: Any) -> bool:
-    """True where no tensor makes ``decay``: a part of ``decay_source``'s answer, told past torch's slow look-up."""
-    if isinstance(node, neuron.LIFNode):
-        return type(node.__dict__.get("tau")) is float
-    return not isinstance(node, neuron.ParametricLIFNode)
-
-
 def decay_source(node: Any) -> Tensor | None:
     """The tensor whose gradient ``decay`` keeps: a PLIF's w, or a LIF's tau that is trained; None where it is a number."""
     if isinstance(node, neuron.ParametricLIFNode):

@@ -121,8 +121,12 @@ def decay_of_class(own: type[nn.Module]) -> Decay | None:
 def registered_decay(node: nn.Module) -> float | None:
     """beta of a registered neuron; None of any other. Raises ValueError where its function gives none."""
     # By the bases alone: calls ask, too, compiled ones among them, which could not follow more.
-    decay = decay_of_class(type(node))
-    if decay is None:
+    # Written out, as ``decay_of_class`` has it: every layer of every call asks.
+    for cls in type(node).__mro__:
+        if cls in _NEURONS:
+            decay = _NEURONS[cls]
+            break
+    else:
         return None
     with torch.no_grad():
         found = decay(node) if callable(decay) else decay

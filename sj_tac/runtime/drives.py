@@ -26,6 +26,9 @@ from sj_tac.runtime.marks import defined
 from sj_tac.runtime.packing import Packing
 from sj_tac.runtime.values import Frames, Shared
 
+# Neurons whose decay may hang on a tensor.
+_LIF, _PLIF = host.neuron.LIFNode, host.neuron.ParametricLIFNode
+
 
 @dataclass(eq=False)
 class Drive:
@@ -151,7 +154,8 @@ class Drive:
         decays = self.weights == "decay" and self.k > first  # one frame alone is what it is
         # The twin has what the neuron has, without a look whether that is still there.
         node: Any = self._twin
-        if source is None and decays and not host.decays_by_float(node):
+        learns = isinstance(node, _PLIF) or (isinstance(node, _LIF) and type(node.__dict__.get("tau")) is not float)
+        if source is None and decays and learns:
             node = self.node
             source = host.decay_source(node)  # parametrized: another tensor every time
         number = _number(source) if source is not None and keeps else None
