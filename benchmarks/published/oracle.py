@@ -70,6 +70,8 @@ class Reached:
 def known(node: nn.Module, case: Case) -> bool:
     """Whether its dynamics are those of the host's LIF, IF or PLIF, or of a class that the case registers."""
     own = itertools.takewhile(lambda kind: not kind.__module__.startswith("spikingjelly"), type(node).__mro__)
+    # The old constructors add what 2.0 took away, and calls nowhere.
+    own = (kind for kind in own if not kind.__module__.startswith("sj_tac.compat."))
     methods = {name for kind in own for name, value in vars(kind).items() if callable(value)}
     usual = (neuron.LIFNode, neuron.IFNode, neuron.ParametricLIFNode)
     return type(node).__name__ in case.registered or (isinstance(node, usual) and methods <= {"__init__", "extra_repr"})
