@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 # What proxies are to these is torch.fx's affair: PyTorch reads a tensor's memory where it is told that something is one.
 NOT_ASKING = sys.stdlib_module_names | {"functorch", "numba", "numpy", "rewrites", "sj_tac", "torch", "torchgen", "triton"}
-_MISSING = object()
 
 
 @contextlib.contextmanager
@@ -49,8 +48,8 @@ def as_tensors(model: nn.Module, is_instance: Callable[[fx.Proxy, Any], bool]) -
     with contextlib.ExitStack() as undo:
         for names in _namespaces(model):
             if "isinstance" not in names:
-                names["isinstance"] = asked
                 undo.callback(names.pop, "isinstance", None)
+                names["isinstance"] = asked
         undo.callback(setattr, library, "is_tensor", library.is_tensor)
         library.is_tensor = is_tensor
         undo.callback(setattr, scripted, "__call__", run)

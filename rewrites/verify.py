@@ -84,6 +84,8 @@ def run(
     found, entered = Run({}, [], []), []
     totals: dict[str, int] = {}
     steps: dict[str, int] = {}
+    # Of a chain [N, T, ...] are frames; elsewhere an image may have as many channels as there are steps.
+    called, frames = set(sites.values()), ((Layout.FOLDED,), (Layout.FOLDED, Layout.BATCH))
 
     def enter(name: str) -> Any:
         return lambda module, args: entered.append(name)
@@ -97,7 +99,7 @@ def run(
                 totals[name] = totals.get(name, 0) + counted.numel() * host.filter_size(module) // max(1, batch)
             if isinstance(output, Tensor) and output.dim() >= 3 and output.shape[1] == batch:
                 steps[name] = output.shape[0]
-            elif sample is not None and isinstance(output, Tensor) and sample.layout(output.shape) is Layout.FOLDED:
+            elif sample is not None and isinstance(output, Tensor) and sample.layout(output.shape) in frames[name in called]:
                 steps[name] = sample.steps
 
         return hook
@@ -116,8 +118,8 @@ def run(
             why = f"{type(error).__name__}: {error}; in eval mode, without gradients"
             found.failure = f"does not run on example_input of shape {shape}{where} ({why})"
     for name, total in totals.items():
-        frames = steps.get(sites.get(name, name), 1)
-        found.macs[name] = (frames, total // frames)
+        count = steps.get(sites.get(name, name), 1)
+        found.macs[name] = (count, total // count)
     return found
 
 
