@@ -32,8 +32,9 @@ from sj_tac.support import memory
 # Bytes of an output above which glibc always gives it back; bytes that a part should have, which are kept for the next.
 LARGE, PART = 32 << 20, 8 << 20
 LARGEST_KEPT = LARGE - (1 << 16)
-# How many of the largest are kept at most, and the small blocks behind them, which are never freed.
-KEPT, MOST_BEHIND = 4, 256
+# How many of the largest are kept at most, and the small blocks behind them, which are never freed. With fewer than six,
+# parts, outputs and voltages come to lie behind all of these in some processes, and are given back in every call.
+KEPT, MOST_BEHIND = 6, 256
 _BEHIND: list[Tensor] = []
 # Channels of a part, at least: fewer make a convolution slower. Of few input channels it hardly matters.
 FEWEST, FEWEST_OF_FEW, FEW = 64, 32, 4

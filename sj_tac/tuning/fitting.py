@@ -13,6 +13,7 @@ from rewrites.chains import Chain
 from rewrites.corrections import STATISTICS, held, put
 from rewrites.plan import Plan
 from sj_tac import host
+from sj_tac.kernels.layout import is_channels_last, laid
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.expressions import SharedExpression
 from sj_tac.runtime.groups import Groups
@@ -33,6 +34,8 @@ HALVINGS = 8
 SILENT = 1e-3
 # Samples on which rates are fitted: every halving runs the neuron on them.
 SAMPLES = 16
+# Numbers of a map from which on sums along it are fast.
+LARGE_MAP = 64
 
 
 @dataclass(frozen=True)
@@ -159,12 +162,25 @@ def _moments(x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
 def _of_frame(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance [C] of [N, C, ...]."""
     wide = x.float() if x.dtype in (torch.half, torch.bfloat16) else x
-    if x.device.type == "cpu" and x.numel():
-        # BatchNorm's own pass, which is several times faster there.
-        mean, var = torch.ops.aten.batch_norm_update_stats(wide, None, None, 0.0)
-    else:
+    if x.device.type != "cpu" or not x.numel():
         var, mean = torch.var_mean(wide, [d for d in range(x.dim()) if d != 1], correction=0)
+    elif x[0, 0].numel() >= LARGE_MAP and x.is_contiguous():
+        return _of_maps(wide.flatten(2))
+    else:  # BatchNorm's own pass, which is several times faster there
+        mean, var = torch.ops.aten.batch_norm_update_stats(wide, None, None, 0.0)
     return mean.double(), var.double()
+
+
+def _of_maps(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``_of_frame`` of large maps [N, C, S], which lie in one piece: by sums and norms, ten times faster than BatchNorm."""
+    count = x.shape[0] * x.shape[2]
+    mean = x.sum(2).double().sum(0) / count
+    var = torch.linalg.vector_norm(x, dim=2).double().square().sum(0) / count - mean**2
+    near = var < mean**2 / 16  # the difference has lost digits
+    if bool(near.any()):
+        _, exact = torch.ops.aten.batch_norm_update_stats(x[:, near], None, None, 0.0)
+        var[near] = exact.double()
+    return mean, var
 
 
 def _channel(module: nn.Module, frames: Tensor) -> int:
@@ -195,8 +211,8 @@ def fired(unit: Any, expression: SharedExpression) -> Callable[[Tensor | None], 
     """The rates [C] of a unit on drives, as a function of a gain [C] on what is not the residual, on the first samples."""
     # Spread over all of them: samples may be sorted by their class.
     few = slice(None, None, -(-expression.compact.shape[1] // SAMPLES))
-    compact, groups = expression.compact[:, few].contiguous(), expression.groups
-    residual = None if expression.residual is None else expression.residual.make()[:, few].contiguous()
+    compact, groups = _some(expression.compact, few), expression.groups
+    residual = None if expression.residual is None else _some(expression.residual.make(), few)
     steps = sum(groups.steps)
     weights, size = unit._tac.mean_weights(Groups((steps,), (steps,)), (compact.dtype, compact.device))
     noted = expression.affine
@@ -211,6 +227,11 @@ def fired(unit: Any, expression: SharedExpression) -> Callable[[Tensor | None], 
         return mean.double().mean([d for d in range(mean.dim()) if d != 2])
 
     return rates
+
+
+def _some(frames: Tensor, few: slice) -> Tensor:
+    """Some samples of frames, in the memory format that all have."""
+    return laid(frames[:, few], frames.dim() == 5 and is_channels_last(frames))
 
 
 class Fit:

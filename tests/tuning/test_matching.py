@@ -11,7 +11,7 @@ from torch import nn
 
 import sj_tac
 from sj_tac.tuning import matching
-from sj_tac.tuning.fitting import SKIPPED
+from sj_tac.tuning.fitting import SKIPPED, _of_frame
 from sj_tac.tuning.matching import METHODS
 
 
@@ -32,9 +32,24 @@ def test_moments_are_those_of_the_source_at_every_norm(fuse):
     assert (done.fitted, done.held_out) == (6, 6)
 
 
-@pytest.mark.parametrize("kind", ["if", "lif", "plif"])
-def test_rates_are_those_of_the_source_in_every_channel(kind):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0.0, 0.5, 3.0, 5.0, 100.0])
+@pytest.mark.parametrize("shape", [(6, 5, 16, 16), (6, 5, 3, 4), (6, 5)])
+def test_moments_of_a_frame_lose_no_digits_far_from_zero(shape, offset, dtype):
+    x = torch.randn(shape, dtype=dtype) * torch.logspace(-1, 1, 5, dtype=dtype).view(5, *[1] * (len(shape) - 2)) + offset
+    x[:, 0] = offset
+    mean, var = _of_frame(x)
+    wide, others = x.double(), [d for d in range(x.dim()) if d != 1]
+    small = 1e-6 if dtype is torch.float32 else 1e-13
+    torch.testing.assert_close(mean, wide.mean(others), rtol=small, atol=small)
+    # What a norm's own pass loses: it keeps means in the dtype.
+    torch.testing.assert_close(var, wide.var(others, correction=0), rtol=20 * small, atol=(small * offset) ** 2)
+
+
+@pytest.mark.parametrize(("kind", "last"), [("if", False), ("lif", False), ("lif", True), ("plif", False)])
+def test_rates_are_those_of_the_source_in_every_channel(kind, last):
     source = narrow(lambda: node(kind)).double()
+    source = source.to(memory_format=torch.channels_last) if last else source
     x = X.double()
     fast = sj_tac.convert(source, "preserve", K)
     beta = 1.0 if kind == "if" else 0.5
