@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sj_tac.capturing import Captured, capture
     from sj_tac.conversion import convert, plan, policy_of, report, restore, set_k
     from sj_tac.exporting import Exported, export_onnx
-    from sj_tac.host import register_affine, register_neuron
+    from sj_tac.host import register_affine, register_neuron, register_surrogate
     from sj_tac.operators import TAC, TACTP
     from sj_tac.policy import Policy, Rule
     from sj_tac.saving import load, save
@@ -58,6 +58,7 @@ __all__ = [
     "recalibrate",
     "register_affine",
     "register_neuron",
+    "register_surrogate",
     "report",
     "restore",
     "save",
@@ -78,7 +79,7 @@ _HOMES = {
     "saving": ("load", "save"),
     "schedule": ("KSchedule",),
     "support.memory": ("keep_memory",),
-    "host": ("register_affine", "register_neuron"),
+    "host": ("register_affine", "register_neuron", "register_surrogate"),
     "tuning.bench": ("Bench", "bench"),
     "tuning.diagnosis": ("Diagnosis", "diagnose"),
     "tuning.sensitivity": ("Sensitivity", "sensitivity"),

@@ -31,6 +31,7 @@ from sj_tac.host.neurons import (
     fused_surrogate as fused_surrogate,
     input_gain as input_gain,
     many_numbers as many_numbers,
+    may_be_vouched_for as may_be_vouched_for,
     neuron_problem as neuron_problem,
     number as number,
     resting_voltage as resting_voltage,
@@ -38,12 +39,15 @@ from sj_tac.host.neurons import (
     surrogate as surrogate,
 )
 from sj_tac.host.registry import (
+    SURROGATES as SURROGATES,
     is_batch_first as is_batch_first,
     is_registered_affine as is_registered_affine,
     is_registered_neuron as is_registered_neuron,
+    is_registered_surrogate as is_registered_surrogate,
     is_the_hosts as is_the_hosts,
     register_affine as register_affine,
     register_neuron as register_neuron,
+    register_surrogate as register_surrogate,
     registered_decay as registered_decay,
     steps_and_batch as steps_and_batch,
     steps_by_itself as steps_by_itself,

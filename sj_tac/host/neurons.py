@@ -9,7 +9,7 @@ import torch
 from spikingjelly.activation_based import functional, surrogate as surrogate
 from torch import Tensor, nn
 
-from sj_tac.host.registry import decay_of_class, of_tau, registered_decay
+from sj_tac.host.registry import decay_of_class, is_registered_surrogate, of_tau, registered_decay
 from sj_tac.host.types import IS_V2, neuron
 
 
@@ -209,5 +209,11 @@ def _evaluates_by_threshold(node: Any) -> bool:
 
 
 def _is_threshold(function: Any) -> bool:
-    replaced = "forward" in getattr(function, "__dict__", ())
-    return type(function) in _FIRING and bool(getattr(function, "spiking", True)) and not replaced
+    if "forward" in getattr(function, "__dict__", ()) or not getattr(function, "spiking", True):
+        return False
+    return type(function) in _FIRING or is_registered_surrogate(function)
+
+
+def may_be_vouched_for(function: Any) -> bool:
+    """Whether a surrogate function is of somebody's own, so that ``register_surrogate`` is for it."""
+    return not type(function).__module__.startswith("spikingjelly.")

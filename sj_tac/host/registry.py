@@ -18,6 +18,12 @@ Decay = float | Callable[[Any], Any]
 _NEURONS: dict[type[nn.Module], Decay] = {}
 _BATCH_FIRST: set[type[nn.Module]] = set()
 _AFFINE: set[type[nn.Module]] = set()
+# Empty where nobody vouches for any: every layer of every call asks.
+SURROGATES: set[Any] = set()
+# Where a step, or what is none, would show itself.
+_PROBE = [
+    sign * x for x in (0.0, 1e-30, 1e-7, 1e-4, 0.01, 0.1, 0.3, 0.49, 0.51, 0.9, 1.1, 2.0, 30.0, 1e6) for sign in (1.0, -1.0)
+]
 
 
 def _check_class(kind: Any, name: str) -> None:
@@ -79,6 +85,49 @@ def register_affine(kind: Any = None) -> Any:
     _AFFINE.add(kind)
     kinds.know(kind)
     return kind
+
+
+def register_surrogate(kind: Any = None) -> Any:
+    """Let neurons with a surrogate function of one's own run in the compiled kernels where nobody differentiates.
+
+    ``sj_tac.register_surrogate(MySurrogate)``, or ``@sj_tac.register_surrogate`` in front of the class; for
+    ``surrogate_function=MyFunction.apply``, and functions in general, what the neurons are given. It promises: its value is
+    1 where its input is at least 0 and else 0, in the input's dtype, and to be called is all that it is there for. The value
+    is tried on a few numbers in every call. In training the reference kernel runs it, with its own derivative.
+
+    Args:
+        kind: a class of modules, as those of SpikingJelly's ``surrogate``, or a function; None: a decorator is returned.
+
+    Raises:
+        TypeError: neither of these, an instance among them.
+    """
+    if kind is None:
+        return register_surrogate
+    if isinstance(kind, nn.Module) or not callable(kind):
+        raise TypeError(
+            f"register_surrogate takes a class of modules, or a function, got {kind!r}; register the class, not an instance"
+        )
+    SURROGATES.add(kind)
+    return kind
+
+
+def is_registered_surrogate(function: Any) -> bool:
+    """Whether somebody vouches for a neuron's surrogate function, and it keeps the promise."""
+    if not SURROGATES or (type(function) not in SURROGATES and not _is_one(function)):
+        return False
+    if torch.compiler.is_compiling():  # a graph of it would hang on numbers
+        return True
+    with torch.no_grad():
+        x = torch.tensor(_PROBE, dtype=torch.float32, device="cpu")
+        found = function(x)
+    return isinstance(found, Tensor) and found.dtype is x.dtype and torch.equal(found, (x >= 0).to(x))
+
+
+def _is_one(function: Any) -> bool:
+    try:
+        return function in SURROGATES
+    except TypeError:  # it has no hash
+        return False
 
 
 def is_registered_neuron(module: nn.Module) -> bool:

@@ -27,8 +27,14 @@ def kernel_problem(node: nn.Module, pool: nn.Module | None, differentiates: bool
         return f"the compiled kernels know one fixed v_threshold for all neurons, not a tensor {shape} or a trained one"
     if host.fused_surrogate(node) is None and (differentiates or not host.fires_by_threshold(node)):
         names = ", ".join(t.__name__ for t in host.FUSED_SURROGATES)
-        found = type(node.surrogate_function).__name__
-        return f"the compiled kernels have no derivative of surrogate {found}, only of {names} in spiking mode"
+        function: Any = node.surrogate_function
+        found = (
+            type(function).__name__ if isinstance(function, nn.Module) else getattr(function, "__qualname__", str(function))
+        )
+        problem = f"the compiled kernels have no derivative of surrogate {found}, only of {names} in spiking mode"
+        if host.fires_by_threshold(node) or not host.may_be_vouched_for(function):
+            return problem
+        return f"{problem}; where its value is x >= 0, sj_tac.register_surrogate({found}) lets inference run compiled"
     if pool is not None and host.pool_window(pool) is None:
         return f"the compiled kernels do not pool with this {type(pool).__name__}'s options"
     return ""

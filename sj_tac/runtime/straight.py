@@ -76,7 +76,8 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
     ):
         return None
     own = surrogate.__dict__
-    spiking = type(surrogate), own.get("spiking"), own.get("alpha"), "forward" in own
+    vouched = bool(host.SURROGATES) and host.is_registered_surrogate(surrogate)
+    spiking = type(surrogate), own.get("spiking"), own.get("alpha"), "forward" in own, vouched
     return type(node), node.training, threshold, reset, detaches, tau, decays, w, spiking
 
 
