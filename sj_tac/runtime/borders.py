@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,8 @@ class Span(NamedTuple):
 
 
 PLAIN = Span()
+# Different T and N that are kept of calls, at most.
+MOST_BEFORE = 256
 
 
 class Call(NamedTuple):
@@ -51,19 +53,22 @@ class Call(NamedTuple):
     steps: int | None
     batch: int | None
 
-    def frames(self, x: Tensor, batch_first: bool = False) -> Tensor | None:
-        """Folded frames [T * N, ...], or [N * T, ...], as [T, N, ...]; None where they are no frames of this call."""
-        total = x.shape[0]
-        steps, batch = self.steps, self.batch
+    def of(self, total: int) -> Call | None:
+        """T and N of so many folded frames; None where they are no frames of this call."""
+        steps, batch = self
         if steps is None:
             steps = total // batch if batch else 0
         if batch is None:
             batch = total // steps if steps else 0
-        if steps * batch != total or not total:
+        return Call(steps, batch) if total and steps * batch == total else None
+
+    def frames(self, x: Tensor, batch_first: bool = False) -> Tensor | None:
+        """Folded frames [T * N, ...], or [N * T, ...], as [T, N, ...]; None where they are no frames of this call."""
+        found = self.of(x.shape[0])
+        if found is None:
             return None
-        if batch_first:
-            return x.reshape(batch, steps, *x.shape[1:]).transpose(0, 1)
-        return x.reshape(steps, batch, *x.shape[1:])
+        shape = (*(found[::-1] if batch_first else found), *x.shape[1:])
+        return x.reshape(shape).transpose(0, 1) if batch_first else x.reshape(shape)
 
 
 class Axes(NamedTuple):
@@ -101,7 +106,8 @@ class Borders:
 
     Attributes:
         call: T and N of the net's call that is running, for frames that were folded before they became values; else None.
-        last: those of the call before, for what autograd runs again (checkpoints).
+        outer: those of the calls that this one is made in, of a net whose forward calls itself; as many as calls run.
+        before: those of calls that autograd recorded, each once, for what it runs again (checkpoints).
         fused: modules may leave to others what they would do themselves; False is the definition: every module does its own
             work on frames, which say what they stand for where time is collapsed.
         alike: it is looked whether frames are one frame T times over, where the trace says so.
@@ -120,10 +126,11 @@ class Borders:
     root: weakref.ref[nn.Module] | None = None
     alike: bool = True
     call: Call | None = None
-    last: Call | None = None
+    outer: list[Call | None] = field(default_factory=list)
+    before: dict[Call, None] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"call": None, "last": None, "entered": False, "root": None}
+        return self.__dict__ | {"call": None, "outer": [], "before": {}, "entered": False, "root": None}
 
     @property
     def passes(self) -> bool:
@@ -143,21 +150,46 @@ class Borders:
             # A part that was copied alone knows no net.
             self.watched = self.watched if root is None else is_watched(root)
 
-    def now(self) -> Call | None:
-        """T and N of the call that is running, or is run again by a backward."""
-        if self.call is None and self.last is not None and not torch.compiler.is_compiling():
-            return self.last if torch._C._current_graph_task_id() != -1 else None
-        return self.call
+    def begin(self, call: Call | None) -> None:
+        """Note T and N of a call that begins, in another one perhaps."""
+        self.outer.append(self.call)
+        self.call = call
+
+    def end(self) -> None:
+        """Go on with the call that the one which ends was made in, if there is any."""
+        if self.call is not None and torch.is_grad_enabled():
+            if len(self.before) >= MOST_BEFORE:
+                self.before.clear()
+            self.before[self.call] = None
+        self.call = self.outer.pop() if self.outer else None
+
+    def now(self, total: int) -> Call | None:
+        """T and N of the call that is running, or of the one that a backward runs again on ``total`` folded frames.
+
+        Raises InputError where calls of several T have so many.
+        """
+        if self.call is not None or not self.before or torch.compiler.is_compiling():
+            return self.call
+        if torch._C._current_graph_task_id() == -1:
+            return None
+        found = {call for call in (call.of(total) for call in self.before) if call is not None}
+        if len(found) > 1:
+            ways = " and ".join(f"T={call.steps}, N={call.batch}" for call in sorted(found))
+            raise InputError(
+                f"a checkpoint runs a folding layer again on {total} frames, and the net was called with {ways}: nobody "
+                "knows which of them is meant; put the checkpoint around the whole net instead of a part of it"
+            )
+        return found.pop() if found else None
 
     def check(self, x: Tensor, name: str, batch_first: bool = False) -> None:
         """Raise InputError where a neuron is handed other frames [T, N, ...] than those that the net's arguments have.
 
         ``batch_first``: they are [N, T, ...].
         """
-        call = self.now()
+        shape = x.shape[:2][::-1] if batch_first else x.shape[:2]
+        call = self.call if self.call is not None or not self.before else self.now(shape.numel())
         if call is None:
             return
-        shape = x.shape[:2][::-1] if batch_first else x.shape
         for found, wanted, what in zip(shape, call, ("steps", "samples"), strict=False):
             if wanted is not None and found != wanted:
                 raise InputError(

@@ -208,8 +208,8 @@ class DriveModule(Matchable):
         """What came as frames [T, N, ...]; None where they were folded and nobody knows how."""
         frames: Tensor | None = x
         if self._folds:
-            call = self._tac.borders.now()
-            frames = None if call is None or not x.dim() else call.frames(x, self._tac.batch_first)
+            call = self._tac.borders.now(x.shape[0]) if x.dim() else None
+            frames = None if call is None else call.frames(x, self._tac.batch_first)
             if frames is None and self._tac.k > 1:
                 raise InputError(
                     f"layer {self._tac.name!r} is handed {list(x.shape)}, and nobody says how time is folded there"

@@ -90,3 +90,16 @@ class Followed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, gradient
+
+
+def below(x: Any) -> Any:
+    """A value's frames for what runs below autograd."""
+    if x._made is not None:
+        if x._made._version != x._followed and x._made.requires_grad:
+            raise StaleValueError(
+                "the frames of a value were written through a view of them, and what reads the value now cannot know of the "
+                "gradient; write into a copy: v = x[0].clone()"
+            )
+        return x._made.detach()
+    made = x.expression.make()
+    return (made.flatten(0, 1) if x.folded is not None else made).detach()

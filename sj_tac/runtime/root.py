@@ -48,7 +48,7 @@ class Enter:
                 "sj_tac.export_onnx, or torch.export.export"
             )
         if self.axes is not None:
-            self.borders.call = self.axes.of(args, kwargs)
+            self.borders.begin(self.axes.of(args, kwargs))
         if self.linked is None or self.linked() is not module:
             link(module, self.readers, self.direct)
             self.linked = weakref.ref(module)
@@ -73,9 +73,9 @@ class Leave:
         self.borders, self.emits = borders, emits
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self.borders.last, self.borders.call = self.borders.call, None
+        self.borders.end()
         if not dispatch.is_compiling():
-            self.borders.entered = False
+            self.borders.entered = bool(self.borders.outer)
         if self.emits is not None and isinstance(output, Shared):
             return compact_frames(output)
         if self.emits is not None and self.borders.are_plain and isinstance(output, Tensor):

@@ -7,6 +7,7 @@ folded, written and watched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -25,10 +26,11 @@ from sj_tac.runtime.entries import (
     with_sums,
 )
 from sj_tac.runtime.expressions import SharedExpression, both, over
+from sj_tac.runtime.functions import refuse_gradient, warn_of_gradient
 from sj_tac.runtime.maps import MAPS
 from sj_tac.runtime.marks import apart, is_collapsed
 from sj_tac.runtime.shapes import SHAPES
-from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, on_frames, ordinary, settle
+from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, on_frames, settle
 
 TABLE.update(SHAPES)
 TABLE.update(MAPS)
@@ -356,10 +358,19 @@ def _layer(function: Any, args: Any, kwargs: Any) -> Any:
     return per_frame(x, lambda t: function(t, *args[1:], **kwargs), False)
 
 
+def for_the_user(x: Frames) -> Tensor:
+    """A value as ordinary frames that say so, where their gradient is not to be had."""
+    frames = x.frames("the model's output")
+    if x._taken and frames.requires_grad:
+        held = frames.__dict__
+        held["retain_grad"], held["register_hook"] = refuse_gradient, MethodType(warn_of_gradient, frames)
+    return frames
+
+
 def as_plain(output: Any) -> Any:
     """An output, however it is nested, with ordinary frames for every value in it."""
     if isinstance(output, Tensor):
-        return ordinary(output, "the model's output")
+        return for_the_user(output) if isinstance(output, Frames) else output
     if isinstance(output, tuple):
         plain = [as_plain(x) for x in output]
         if all(a is b for a, b in zip(plain, output, strict=True)):

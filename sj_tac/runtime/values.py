@@ -17,9 +17,9 @@ from sj_tac.errors import StaleValueError
 from sj_tac.kernels import reference
 from sj_tac.runtime import attributes, compiled
 from sj_tac.runtime.expressions import Expression, Maker, Reading, SharedExpression
-from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, POOLED_LATER, SUMMED, writes
+from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, POOLED_LATER, SUMMED, shares_memory, writes
 from sj_tac.runtime.groups import Groups, Sums, single
-from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth
+from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth, below
 
 below_functions = torch._C.DisableTorchFunctionSubclass
 
@@ -209,23 +209,8 @@ class Frames(Tensor):
                         f"{func} would write, below torch's own functions, into frames that sj_tac has not made; "
                         "make them ordinary first: x = x[:]"
                     )
-        args, kwargs = torch.utils._pytree.tree_map(_below, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(Frames, below, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _below(x: Any) -> Any:
-    """A value's frames for what runs below autograd."""
-    if not isinstance(x, Frames):
-        return x
-    if x._made is not None:
-        if x._made._version != x._followed and x._made.requires_grad:
-            raise StaleValueError(
-                "the frames of a value were written through a view of them, and what reads the value now cannot know of the "
-                "gradient; write into a copy: v = x[0].clone()"
-            )
-        return x._made.detach()
-    made = x.expression.make()
-    return (made.flatten(0, 1) if x.folded is not None else made).detach()
 
 
 class Shared(Frames):
@@ -334,6 +319,8 @@ def on_frames(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _follow(first, frames)  # in place; item assignment gives nothing back
         if found is frames:
             return first
+        if read is not _watch and shares_memory(found, frames) and not _pools_later(first):
+            _stand_by(first)  # who holds a view may write past version counters, too
     if isinstance(out, Frames) and out._made is not None:
         _follow(out, out._made)
         return out
@@ -344,20 +331,28 @@ def _read(x: Frames, func: Any, reader: str) -> Tensor:
     return x.frames(reader)
 
 
+def _pools_later(x: Frames) -> bool:
+    return isinstance(x, Spikes) and (x.means is not None or bool(x.pooled and x.maker and x.maker.pools_means(x.pooled[1])))
+
+
 def _watch(x: Frames, func: Any, reader: str) -> Tensor:
     """The frames of a value whose gradient or memory is asked for; from then on they are what the value is."""
     if func in GRADIENTS and x._taken:
         raise StaleValueError(f"{reader}: {SUMMED}")
-    if isinstance(x, Spikes) and (x.means is not None or (x.pooled and x.maker and x.maker.pools_means(x.pooled[1]))):
+    if _pools_later(x):
         raise StaleValueError(f"{reader}: {POOLED_LATER}")
     frames = x.frames(reader)
-    value: Frames | None = x
-    while value is not None:
-        base = None if value._viewed is None else value._viewed[0]
-        if not value.intact or not settle(value, value.frames(reader)):
-            value._watched = True
-        value = base
+    _stand_by(x)
     return frames
+
+
+def _stand_by(x: Frames | None) -> None:
+    """Have a value, and what it is a view of, be its frames from now on."""
+    while x is not None:
+        base = None if x._viewed is None else x._viewed[0]
+        if not x.intact or not settle(x, x.frames()):
+            x._watched = True
+        x = base
 
 
 def settle(x: Frames, frames: Tensor | None = None) -> bool:
