@@ -124,8 +124,8 @@ class Drive:
         return False
 
     def tell(self, x: Frames) -> None:
-        """Warn, once, that a value came whose sums could not be used."""
-        if self.told:
+        """Warn, once, that a value came whose sums could not be used; not where somebody holds a view, as may be usual."""
+        if self.told or x._lent:
             return
         self.told = True
         made = getattr(x.maker, "made", {})

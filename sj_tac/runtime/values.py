@@ -44,8 +44,9 @@ class Frames(Tensor):
     _made: Tensor | None = None
     _as_made: int = 0
     _followed: int = 0
-    # Somebody wants the gradient of the frames; the place in autograd's graph that the value was born with.
+    # Somebody wants the gradient of the frames, or holds a view; the place in autograd's graph that the value was born with.
     _watched: bool = False
+    _lent: bool = False
     _node: Any = None
     _birth: Birth | None = None
     _recorded: bool = False
@@ -320,7 +321,7 @@ def on_frames(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if found is frames:
             return first
         if read is not _watch and shares_memory(found, frames) and not _pools_later(first):
-            _stand_by(first)  # who holds a view may write past version counters, too
+            _stand_by(first, lent=True)  # who holds a view may write past version counters, too
     if isinstance(out, Frames) and out._made is not None:
         _follow(out, out._made)
         return out
@@ -346,12 +347,14 @@ def _watch(x: Frames, func: Any, reader: str) -> Tensor:
     return frames
 
 
-def _stand_by(x: Frames | None) -> None:
+def _stand_by(x: Frames | None, lent: bool = False) -> None:
     """Have a value, and what it is a view of, be its frames from now on."""
     while x is not None:
         base = None if x._viewed is None else x._viewed[0]
         if not x.intact or not settle(x, x.frames()):
             x._watched = True
+        if lent:
+            x._lent = True
         x = base
 
 

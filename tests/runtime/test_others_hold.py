@@ -1,0 +1,186 @@
+"""Frames that somebody else holds: a write past version counters is seen, and a gradient that is not to be had is told."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional
+from support import awake, conv, frames, node, norm
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import sj_tac
+from sj_tac.errors import InputError, PlanNotKeptWarning, StaleValueError
+
+X = frames(4, 2, 2, 6, 6).double()
+
+
+def block(inputs):
+    return nn.Sequential(conv(inputs, 4), norm(4), node("lif"))
+
+
+class Net(nn.Module):
+    """What it does to its first feature, ``write``, and whether it returns both, nobody sees in a trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.write, self.returns = block(2), block(4), None, False
+
+    def forward(self, x):
+        y = self.a(x)
+        if self.write is not None:
+            self.write(y)
+        z = self.b(y)
+        return (z, y) if self.returns else z
+
+
+@pytest.fixture(scope="module")
+def source():
+    torch.manual_seed(0)
+    net = Net().double()
+    awake(net, X)
+    return net.train()
+
+
+def converted(source, **options):
+    return sj_tac.convert(copy.deepcopy(source), k=2, **options)
+
+
+WRITES = {
+    "a row's data": lambda y: y[0].data.fill_(1.0),
+    "a view's data": lambda y: y.reshape(-1).data[::2].fill_(1.0),
+    "a detached array": lambda y: y.detach().numpy()[0].fill(1.0),
+    "a row of a detached array": lambda y: y.detach()[0].numpy().fill(1.0),
+    "data of what was unbound": lambda y: y.unbind(0)[0].data.fill_(1.0),
+    "a transposed array": lambda y: y.detach().transpose(0, 1).numpy()[0].fill(1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning")
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_past_the_version_counter_through_a_view_is_seen(source, write, policy, recorded):
+    outs = []
+    for net in (
+        converted(source, policy=policy),
+        converted(source, policy=policy, fuse=False),
+        converted(source, policy=policy),
+    ):
+        net.write = WRITES[write] if len(outs) < 2 else None
+        with torch.set_grad_enabled(recorded):
+            outs.append(net(X).detach())
+    torch.testing.assert_close(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+
+
+def test_who_reads_a_row_and_writes_nothing_changes_nothing(source):
+    outs = []
+    for fuse in (True, False):
+        net = converted(source, fuse=fuse)
+        net.write = lambda y: y[0].mean() + y.reshape(-1)[3]
+        z = net(X)
+        z.square().sum().backward()
+        outs.append([z.detach(), *(p.grad for p in net.parameters())])
+    for a, b in zip(*outs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+def test_a_returned_feature_whose_sums_were_read_says_that_its_gradient_is_not_to_be_had(source, policy):
+    fast = converted(source, policy=policy)
+    fast.returns = True
+    z, y = fast(X)
+    assert type(y) is torch.Tensor
+    with pytest.raises(StaleValueError, match=r"retain_grad: .*; of frames that the net returns: convert it with example"):
+        y.retain_grad()
+    with pytest.warns(PlanNotKeptWarning, match=r"register_hook: the net returned frames \[4, 2, 4, 6, 6\] whose sums"):
+        y.register_hook(lambda gradient: gradient * 2)
+    before = fast.a[0].weight.grad
+    (z.square().sum() + y.square().sum()).backward()
+    assert before is None
+    assert fast.a[0].weight.grad.abs().max() > 0
+
+
+def test_the_gradient_of_a_feature_that_the_trace_saw_returned_is_the_definitions(source):
+    traced = copy.deepcopy(source)
+    traced.returns = True
+    found = []
+    for fuse in (True, False):
+        net = sj_tac.convert(copy.deepcopy(traced), k=2, fuse=fuse, example_input=X)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            z, y = net(X)
+            y.retain_grad()
+            y.register_hook(lambda gradient: gradient * 3)
+        z.square().sum().backward()
+        found.append((y.grad, net.a[0].weight.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    assert found[0][0].abs().max() > 0
+
+
+class Folded(nn.Module):
+    """Time is folded into the batch; ``coarse``: it calls itself first; ``kept``: how a part is checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.n, self.l = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), node("lif")
+        self.coarse, self.kept = False, None
+
+    def forward(self, x):
+        if self.coarse:
+            self.coarse = False
+            x = x + 0.1 * self(x.flip(-1)[: len(x) // 2]).mean()
+            functional.reset_net(self)
+        steps, batch = x.shape[:2]
+        part = lambda y: self.n(self.c(y))  # noqa: E731
+        y = x.flatten(0, 1)
+        y = part(y) if self.kept is None else checkpoint(part, y, use_reentrant=self.kept)
+        return self.l(y.unflatten(0, (steps, batch)))
+
+
+@pytest.fixture(scope="module")
+def folded():
+    torch.manual_seed(0)
+    net = Folded().double()
+    awake(net, X)
+    return net.eval()
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_folded_net_that_calls_itself_goes_on_with_its_own_time(folded, fuse):
+    outs = []
+    for make in (lambda net: net, lambda net: sj_tac.convert(net, k=1, fuse=fuse, example_input=X)):
+        net = make(copy.deepcopy(folded))
+        net.coarse = True
+        outs.append(net(X).detach())
+        functional.reset_net(net)
+        outs.append(net(X).detach())
+    torch.testing.assert_close(outs[0], outs[2])
+    torch.testing.assert_close(outs[1], outs[3])
+    fast = sj_tac.convert(copy.deepcopy(folded), k=2, fuse=fuse, example_input=X)
+    fast.coarse = True
+    assert fast(X).shape == (4, 2, 4, 6, 6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_several_calls_could_have_made_is_refused(folded, reentrant):
+    fast = sj_tac.convert(copy.deepcopy(folded), k=2, example_input=X)
+
+    def gradients(shapes, kept):
+        fast.kept, loss = kept, 0.0
+        fast.zero_grad()
+        for steps, batch in shapes:
+            functional.reset_net(fast)
+            x = frames(steps, batch, 2, 6, 6, seed=steps).double().requires_grad_()
+            loss = loss + (fast(x) * torch.linspace(0, 1, 6, dtype=torch.float64)).sum()
+        loss.backward()
+        return [p.grad.clone() for p in fast.parameters()]
+
+    for shapes in ([(4, 2)], [(4, 2), (5, 2)], [(4, 2), (4, 2)]):
+        for a, b in zip(gradients(shapes, reentrant), gradients(shapes, None), strict=True):
+            torch.testing.assert_close(a, b)
+    with pytest.raises(InputError, match=r"again on 8 frames, and the net was called with T=2, N=4 and T=4, N=2"):
+        gradients([(4, 2), (2, 4)], reentrant)
