@@ -23,6 +23,7 @@ from sj_tac.runtime import compiled, straight
 from sj_tac.runtime.borders import PLAIN, Borders, Span
 from sj_tac.runtime.convs import LOGITS, DriveModule
 from sj_tac.runtime.expressions import Made, SharedAgain, SharedExpression, over
+from sj_tac.runtime.functional import ByState, recordable
 from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.launching import Prepared
 from sj_tac.runtime.layers import pending
@@ -123,20 +124,10 @@ class Unit:
         return found
 
 
-class UnitModule(neuron.BaseNode):
+class UnitModule(ByState, neuron.BaseNode):
     """A neuron of a converted net. The voltage of a converted layer's is float32 for half inputs."""
 
     _tac: Unit
-
-    def materialize_states(self, inputs: tuple[Any, ...], states: tuple[Any, ...], step_mode: str) -> tuple[Any, ...]:
-        x = inputs[0]
-        wide = host.wide_dtype(x.dtype)
-        if step_mode == "m" and x.dtype != wide and self._neuron_precision is None and not self._tac.head:
-            # The host keeps the voltage in the input's dtype; a decay of a half voltage loses small drives for good.
-            state, *others = super().materialize_states((x[:1].to(wide), *inputs[1:]), states, step_mode)
-            return (_recordable(state), *others)
-        state, *others = super().materialize_states(inputs, states, step_mode)
-        return (_recordable(state), *others)
 
     def single_step_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().single_step_forward(ordinary(x, self._tac.name), *args, **kwargs)
@@ -189,7 +180,7 @@ class UnitModule(neuron.BaseNode):
         self, y: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor] | None, groups: Groups, merge: Any = None
     ) -> Run:
         """A run from the voltages as they are; ``merge``: the value whose drives are one step each."""
-        v = None if host.is_at_rest(self) else _recordable(host.take_state(self, y))
+        v = None if host.is_at_rest(self) else recordable(host.take_state(self, y))
         scale, shift = affine or (None, None)
         inputs = Inputs(y, v, residual, scale, shift, self._parameters.get("w"))
         return Run(self, inputs, list(groups.steps), merge is not None, merge is None or merge.normalize)
@@ -371,13 +362,6 @@ class UnitModule(neuron.BaseNode):
             voltages.append(v)
         host.put_state(self, v, voltages)
         return torch.stack(spikes).to(drives.dtype)
-
-
-def _recordable(v: Tensor) -> Tensor:
-    """Voltages that autograd may save: those of a call in inference mode may not leave it."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-        return v
-    return v.clone() if v.is_inference() else v
 
 
 class TACLIFNode(UnitModule, neuron.LIFNode):

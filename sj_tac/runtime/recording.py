@@ -13,20 +13,37 @@ from sj_tac.errors import StaleValueError
 from sj_tac.host import dispatch
 from sj_tac.runtime.expressions import Expression
 
+# Older releases of torch do not say.
+_TOP = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 
 @contextmanager
 def modes(recorded: bool, device: str) -> Iterator[None]:
-    """Outside inference mode and autocast, with autograd recording or not."""
+    """Outside inference mode, autocast and other people's hooks on saved tensors, with autograd recording or not."""
     with torch.inference_mode(False), torch.set_grad_enabled(recorded), ExitStack() as stack:
         if dispatch.autocasts(device):
             stack.enter_context(torch.autocast(device, enabled=False))
+        if _packs():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
         yield
 
 
 def as_at_birth(recorded: bool, device: str) -> AbstractContextManager[None]:
-    """Frames are made under the gradient mode of their value's birth, outside autocast and inference mode."""
-    plain = not dispatch.autocasts(device) and not torch.is_inference_mode_enabled()
+    """Frames are made as where their value was born: in its gradient mode, outside autocast and inference mode.
+
+    A checkpoint counts what is saved within it. It runs its part again when the frames are there already.
+    """
+    plain = not dispatch.autocasts(device) and not torch.is_inference_mode_enabled() and not _packs()
     return nullcontext() if plain and torch.is_grad_enabled() == recorded else modes(recorded, device)
+
+
+def _packs() -> bool:
+    """Whether somebody's hooks are handed the tensors that autograd saves."""
+    return _TOP is not None and _TOP(False) is not None
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class Birth:

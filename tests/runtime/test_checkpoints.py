@@ -122,3 +122,31 @@ def test_folded_frames_are_read_below_python(which, k):
         made.read = Reading(READERS[which])
         found.append(gradients(made, x))
     compare(*found)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("at", ["norm", "spikes"])
+def test_frames_that_are_first_made_within_a_checkpoint(at, k):
+    """A checkpoint counts what autograd saves in it; when it runs its part again, the frames are there already."""
+
+    class Attended(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.kept = Block(2, False), Block(6, False), True
+
+        def forward(self, x):
+            last = lambda y: y + y[-1].sigmoid()  # noqa: E731
+            at_last = lambda y: checkpoint(last, y, use_reentrant=False) if self.kept else last(y)  # noqa: E731
+            self.a.lif.reset()
+            d = self.a.norm(self.a.conv(x))
+            y = self.a.lif(at_last(d)) if at == "norm" else at_last(self.a.lif(d))
+            return self.b(y).mean((0, 3, 4))
+
+    net, x = Attended().double().eval(), frames(4, 3, 2, 8, 8).double()
+    found = []
+    for fuse, kept in ((True, True), (False, False)):
+        made = sj_tac.convert(net, k=k, fuse=fuse)
+        made.kept = kept
+        found.append(gradients(made, x))
+    compare(*found)
