@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sj_tac import host
 from sj_tac.errors import TraceError
 
 PLAIN = (bool, int, float, str, type(None))
@@ -22,6 +23,8 @@ def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with copies of their tensors: a forward that writes into its input does not write into the caller's."""
 
     def copy(value: Any) -> Any:
+        if host.is_record(value):
+            return host.record_like(value, {k: copied(v) if host.is_record(v) else copy(v) for k, v in vars(value).items()})
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     found: tuple[Any, ...] = torch.utils._pytree.tree_map(copy, arguments)
@@ -52,6 +55,12 @@ def by_name(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
             "example_input is one input or a tuple of forward's positional arguments: give the others a default, or "
             "convert a module that calls this one with all of them"
         ) from error
+    arrays = [name for name, value in given.items() if type(value).__module__ == "numpy"]
+    if arrays:
+        raise TraceError(
+            f"example_input has a NumPy array for {arrays[0]!r}, which no trace can follow: give torch.from_numpy of "
+            "it, and have the forward take tensors (torch.as_tensor takes both)"
+        )
     for p in signature.parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             given.setdefault(p.name, () if p.kind is p.VAR_POSITIONAL else {})

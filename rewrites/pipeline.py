@@ -234,11 +234,11 @@ def deep_copy(model: nn.Module, dry: bool = False) -> nn.Module:
             for key, value in vars(module).items()
             if isinstance(value, Tensor) and not value.is_leaf
         ]
-        which = f" because {stuck[0]!r} is a tensor computed from others (pruning, weight_norm)" if stuck else ""
+        which = f" because {stuck[0]!r} is a tensor computed from others" if stuck else ""
         raise ConversionError(
-            f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); make the weights "
-            "plain first (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm; what a forward keeps "
-            "of them: under torch.no_grad()), or pass convert inplace=True"
+            f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); set it to None if a "
+            "forward keeps it (a feature, a loss), or call the model under torch.no_grad() first; make weights plain "
+            "(torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm); or pass convert inplace=True"
         ) from error
 
 

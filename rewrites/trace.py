@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class _LeafTracer(fx.Tracer):
         return True
 
     def create_arg(self, a: Any) -> Any:
-        return super().create_arg(self.buffers.now(a))
+        return super().create_arg(vars(a) if type(a) is SimpleNamespace else self.buffers.now(a))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if host.kind(m) in host.CONTAINERS and self.looks_inside and site_layer(m) is None:
@@ -185,8 +186,8 @@ def _hold_values(module: nn.Module) -> None:
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_holds_tensor(v) for v in value)
-    if isinstance(value, dict):
-        return any(_holds_tensor(v) for v in value.values())
+    if isinstance(value, dict) or host.is_record(value):
+        return any(_holds_tensor(v) for v in (value if isinstance(value, dict) else vars(value)).values())
     return isinstance(value, Tensor)
 
 
@@ -254,6 +255,9 @@ class _ValueTracer(_LeafTracer):
 
     def _spread(self, proxy: Any, value: Any) -> Any:
         """A container of proxies for a proxy of a container: forward may ask its keys, its length, its class."""
+        if host.is_record(value):
+            fields = {n: self.create_proxy("call_function", getattr, (proxy, n), {}) for n in vars(value)}
+            return host.record_like(value, {n: self._spread(p, getattr(value, n)) for n, p in fields.items()})
         if type(value) is dict:
             keys: list[Any] = list(value)
         elif type(value) in (list, tuple):

@@ -236,7 +236,8 @@ fire.register_autograd(_backward, setup_context=_setup)
 def _no_second(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     raise NotImplementedError(
         "fire: the compiled kernels have no gradient of a gradient (create_graph=True), and surrogate gradients of spikes "
-        "have no second order that means anything; take gradients of first order"
+        "have no second order that means anything; take gradients of first order, or have the host's own steps "
+        "differentiated twice: convert(..., fuse=False)"
     )
 
 

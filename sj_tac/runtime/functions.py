@@ -48,7 +48,7 @@ def shares_memory(found: Any, frames: Tensor) -> bool:
 # Why the gradient of a value's frames, or their memory, is not to be had.
 SUMMED = (
     "the gradient of these frames is not known, because the next converted layer read sums of them, not the frames; ask for "
-    "it before that layer is called (retain_grad in a forward hook), or convert with fuse=False"
+    "it before that layer is called (retain_grad in a forward hook), or, where nothing collapses, convert with fuse=False"
 )
 POOLED_LATER = (
     "behind a collapse, the mean of these steps is taken after the MaxPool, and these frames are none that it reads; ask "
@@ -56,7 +56,7 @@ POOLED_LATER = (
 )
 
 
-RETURNED = "convert it with example arguments with which it returns them, or with fuse=False"
+RETURNED = "convert it with example arguments with which it returns them"
 
 
 def refuse_gradient(*args: Any, **kwargs: Any) -> None:

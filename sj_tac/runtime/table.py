@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sj_tac import host
 from sj_tac.host.dispatch import PLAIN
 from sj_tac.runtime.entries import (
     entering,
@@ -381,4 +382,6 @@ def as_plain(output: Any) -> Any:
     elif isinstance(output, dict):
         for name, x in output.items():
             output[name] = as_plain(x)
+    elif host.is_record(output):
+        host.put_record(output, {name: as_plain(x) for name, x in vars(output).items()})
     return output
