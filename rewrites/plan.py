@@ -179,7 +179,12 @@ def _run_source(
 ) -> verification.Run:
     found = verification.run(model, arguments, sites, exact=exact, sample=sample)
     if found.failure:
-        raise ConversionError(f"the model {found.failure}; pass a batch [T, N, C, H, W] that it takes") from found.error
+        hooks = (
+            "; its own forward pre-hooks are silent meanwhile: pass what they hand on" if model._forward_pre_hooks else ""
+        )
+        raise ConversionError(
+            f"the model {found.failure}; pass a batch [T, N, C, H, W] that it takes{hooks}"
+        ) from found.error
     return found
 
 
