@@ -86,6 +86,14 @@ def note_layouts(nodes: list[fx.Node], sample: Sample | None) -> None:
         node.meta["layout"] = sample.layout(node.meta.get("shape"), known)
 
 
+def handed(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, Shape] | None:
+    """What a neuron is handed in a call, and T and N of it; None of what can be no frames."""
+    x = next(iter((*args, *kwargs.values())), None)
+    if not isinstance(x, torch.Tensor) or x.dim() < 2:
+        return None
+    return x, host.steps_and_batch(module, x.shape)
+
+
 def sample_of(model: nn.Module, nodes: list[fx.Node]) -> Sample | None:
     """T and N as most neurons see them, and as the model's inputs have them; None where no shape is known."""
     seen: Counter[Shape] = Counter()
