@@ -6,7 +6,6 @@ that the neurons are handed.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -96,18 +95,20 @@ def handed(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, Sha
 
 def sample_of(model: nn.Module, nodes: list[fx.Node]) -> Sample | None:
     """T and N as most neurons see them, and as the model's inputs have them; None where no shape is known."""
-    seen: Counter[Shape] = Counter()
+    # Each neuron once: one that steps by itself is called T times.
+    seen: dict[Shape, set[str]] = {}
     given = [shape[:2] for node in nodes if node.op == "placeholder" and (shape := node.meta.get("shape")) is not None]
     for node in nodes:
         if node.op == "call_module" and host.steps_by_itself(model.get_submodule(str(node.target))) and node.all_input_nodes:
             shape = node.all_input_nodes[0].meta.get("shape")
             if shape is not None and len(shape) >= 2:
-                seen[host.steps_and_batch(model.get_submodule(str(node.target)), shape)] += 1
+                found = host.steps_and_batch(model.get_submodule(str(node.target)), shape)
+                seen.setdefault(found, set()).add(str(node.target))
 
-    def rank(found: Shape) -> tuple[bool, bool, int]:
+    def rank(found: Shape) -> tuple[bool, bool, int, bool]:
         """A neuron that is handed folded frames sees something else; T may also be made in the forward."""
         both = any(found in (first, first[::-1]) for first in given)
-        return both, any(first[:1] == found[1:] for first in given), seen[found]
+        return both, any(first[:1] == found[1:] for first in given), len(seen[found]), found[0] > 1
 
     return Sample(*max(seen, key=rank)) if seen else None
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from rewrites import verify as verification
 from rewrites.arguments import as_arguments
-from rewrites.axes import find_axes
+from rewrites.axes import find_axes, why_unknown
 from rewrites.chains import Chain, find_chains
 from rewrites.dtypes import decided
 from rewrites.folds import misread
@@ -46,6 +46,7 @@ class Plan:
     Attributes:
         seen: a run of the source on the example input, or None; sampled: a real sample ran beside the trace's symbols.
         backend, fused: as the arguments of ``convert``. axes: where T and N stand among forward's arguments, if known.
+        untold: why no call can tell them, as far as it was tried.
         wide: why a layer's convolution does not run in the dtype that was asked for.
         stand_ins: convs and Linears with a forward of their own that may stand for the known ones.
     """
@@ -60,6 +61,7 @@ class Plan:
     layout: Layout
     fusion: Fusion
     axes: Axes | None = None
+    untold: str = ""
     wide: Mapping[str, str] = field(default_factory=dict)
     stand_ins: tuple[str, ...] = ()
 
@@ -72,7 +74,8 @@ class Plan:
         _let_stand_in(model, self.stand_ins)
         axes = self.axes
         knows = axes is not None and (axes.steps is not None or axes.batch is not None)
-        layout = lay_out(model, self.graph, self.chains, settings, entry, knows)
+        no_time = None if knows else Refusal(Reason.TIME_UNKNOWN, self.untold)
+        layout = lay_out(model, self.graph, self.chains, settings, entry, no_time)
         fusion = fuse(model, self.graph, self.chains, layout, self.backend) if self.fused else Fusion()
         return replace(self, settings=settings, layout=layout, fusion=fusion)
 
@@ -152,7 +155,8 @@ def run_source(looked: Plan, model: nn.Module, example_input: Any, exact: bool) 
     seen = _run_source(model, arguments, sites, exact, sample)
     axes = find_axes(model, arguments, sample)
     chains = {**looked.chains, **misread(model, arguments, axes, sample, looked.chains)}
-    return replace(looked, seen=seen, axes=axes, chains=chains)
+    untold = "" if axes is None or axes.steps or axes.batch else why_unknown(model, arguments, sample)
+    return replace(looked, seen=seen, axes=axes, untold=untold, chains=chains)
 
 
 def decide(looked: Plan, model: nn.Module, checked: Policy, example_input: Any) -> Plan:

@@ -111,11 +111,11 @@ def lay_out(
     chains: Mapping[str, Chain | Refusal],
     settings: Mapping[str, Settings],
     entry: Span = PLAIN,
-    knows_time: bool = True,
+    no_time: Refusal | None = None,
 ) -> Layout:
     """Places for all chains under ``settings``; what cannot be, in ``refused``. Changes nothing.
 
-    ``entry`` is what a frame of the input stands for; ``knows_time``: a call can tell T of folded frames.
+    ``entry`` is what a frame of the input stands for; ``no_time``: why no call can tell T of folded frames.
 
     One value after another gets its span. Where a chain turns out to be impossible the walk begins again without it.
     """
@@ -128,8 +128,8 @@ def lay_out(
             continue
         if chain.max_pool and not settings[name].approximate and name not in repeated:
             refused[name] = Refusal(Reason.POOL_BEFORE_NEURON, f"{chain.max_pool!r} stands between it and the neuron")
-        elif chain.folded and not knows_time:
-            refused[name] = Refusal(Reason.TIME_UNKNOWN)
+        elif chain.folded and no_time is not None:
+            refused[name] = no_time
         elif (chain.folded or chain.batch_first) and settings[name].mode == "collapse":
             refused[name] = Refusal(Reason.COLLAPSE_FOLDED)
     while True:

@@ -1,8 +1,8 @@
-"""What is read of a sample of nets that fold time."""
+"""Where T and N are looked for, of nets that fold time: behind other neurons, in joined inputs, further back."""
 
 import pytest
 import torch
-from spikingjelly.activation_based import neuron
+from spikingjelly.activation_based import functional, neuron
 from torch import nn
 
 import sj_tac
@@ -36,6 +36,61 @@ class Blocks(nn.Module):
         return x.mean((-2, -1))
 
 
+class Steps(Blocks):
+    """The first neuron steps by itself: each call is one step."""
+
+    def front(self, x):
+        return torch.stack([self.lif0(self.conv0(frame)[None])[0] for frame in x])
+
+
+class Folded(Blocks):
+    """The first neuron is handed folded frames."""
+
+    def front(self, x):
+        return self.lif0(self.conv0(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+
+
+class Once(Blocks):
+    """The first neuron runs once, on an image."""
+
+    def front(self, x):
+        return self.lif0(self.conv0(x[0])[None]).repeat(len(x), 1, 1, 1, 1)
+
+
+class Called(Folded):
+    """Its neurons are called by keyword."""
+
+    def front(self, x):
+        return self.lif0(x_seq=self.conv0(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+
+
+class Joined(Blocks):
+    def __init__(self):
+        super().__init__(6)
+
+    def front(self, a, b):
+        return super().front(torch.cat([a, b], 2))
+
+
+class Added(Blocks):
+    def front(self, a, b):
+        return super().front(a + b)
+
+
+class Clips(Blocks):
+    """[N, S, T, C, H, W]: S clips of each sample."""
+
+    def front(self, x):
+        return super().front(x.permute(2, 0, 1, 3, 4, 5).flatten(1, 2))
+
+
+class Halved(Blocks):
+    """Every second frame, of N samples that stand nowhere."""
+
+    def front(self, x):
+        return super().front(x[::2].repeat(1, N, 1, 1, 1))
+
+
 def made(kind):
     torch.manual_seed(0)
     return kind().double().eval()
@@ -43,6 +98,85 @@ def made(kind):
 
 def inputs(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def by_hand(net, names, steps):
+    """Hooks that hand each of the convs the mean of two frames, weighed by the neurons' decay, in either one's place."""
+
+    def aggregate(module, args):
+        x = args[0].unflatten(0, (steps, -1))
+        found = []
+        for group in x.split(2):
+            weights = torch.tensor([0.5, 1.0][-len(group) :], dtype=x.dtype)
+            found += [torch.einsum("t,t...->...", weights / weights.sum(), group)] * len(group)
+        return (torch.stack(found).flatten(0, 1),)
+
+    for name in names:
+        net.get_submodule(name).register_forward_pre_hook(aggregate)
+    return net
+
+
+@torch.no_grad()
+def run(net, *x):
+    functional.reset_net(net)
+    return net(*x)
+
+
+BEHIND = ("convs.0", "convs.1")
+ALL = ("conv0", *BEHIND)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize(
+    ("kind", "inside", "convs"),
+    [
+        (Steps, 1, BEHIND), (Folded, 1, BEHIND), (Once, 1, BEHIND), (Called, 1, BEHIND), (Joined, 2, ALL), (Added, 2, ALL),
+        (Clips, 1, ALL),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)  # fmt: skip
+def test_they_are_found(kind, inside, convs, fuse):
+    net = made(kind)
+    shaped = {Clips: lambda t, n: (n, 3, t, 3, 6, 6)}.get(kind, lambda t, n: (t, n, 3, 6, 6))
+    sample = [inputs(*shaped(T, N), seed=i) for i in range(inside)]
+    fast = sj_tac.convert(net, k=2, fuse=fuse, example_input=tuple(sample))
+    assert tuple(v.layer for v in sj_tac.report(fast).converted) == convs
+    for t, n in ((T, N), (6, 3), (4, 4)):
+        x = [inputs(*shaped(t, n), seed=i + 2) for i in range(inside)]
+        expected = run(by_hand(made(kind), convs, t), *x)
+        assert 0.02 < expected.mean() < 0.9
+        torch.testing.assert_close(run(fast, *x), expected, rtol=1e-7, atol=1e-9)
+    assert not torch.equal(expected, run(made(kind), *x))
+
+
+def test_images_that_are_repeated_behind_another_neuron():
+    class Repeated(Steps):
+        def front(self, x):
+            return super().front(x.expand(T, *x.shape))
+
+    images = inputs(N, 3, 6, 6)
+    fast = sj_tac.convert(made(Repeated), k=2, example_input=images)
+    assert tuple(v.layer for v in sj_tac.report(fast).converted) == BEHIND
+    torch.testing.assert_close(run(fast, images), run(by_hand(made(Repeated), BEHIND, T), images), rtol=1e-7, atol=1e-9)
+
+
+def test_what_could_not_be_tried_is_told_from_what_is_not_there():
+    class Fixed(Blocks):
+        def front(self, x):
+            return super().front(x + torch.zeros(T, N, 1, 1, 1))
+
+    class Sliced(Blocks):
+        def front(self, x):
+            return super().front(x[:T, :N])
+
+    plan = sj_tac.plan(made(Fixed), k=2, example_input=inputs(T, N, 3, 6, 6))
+    assert {v.reason for v in plan.verdicts} == {"TIME_UNKNOWN"}
+    wanted = "whether T=5 or N=2 of the neurons is the size of 'x' in dimension 0, 'x' in dimension 1 could not be tried"
+    assert f"{wanted}: one longer there, forward fails (RuntimeError: The size of tensor" in plan["conv0"].detail
+    plan = sj_tac.plan(made(Sliced), k=2, example_input=inputs(T, N, 3, 6, 6))
+    assert "but one longer there, 'lif0' is handed [5, 2]" in plan["conv0"].detail
+    plan = sj_tac.plan(made(Halved), k=2, example_input=inputs(9, 1, 3, 6, 6))
+    assert "is the size of a dimension of forward's arguments" in plan["conv0"].detail
 
 
 class Projected(Blocks):
@@ -85,11 +219,17 @@ class WindowsOfAnother(Windows):
         return first(self.front(x)).mean((-2, -1)) + second(self.between(more)).mean((-2, -1))
 
 
+class WindowsOfClips(Windows):
+    def front(self, x):
+        return super().front(x.permute(2, 0, 1, 3, 4, 5).flatten(1, 2))
+
+
 @pytest.mark.parametrize(
     ("kind", "shapes"),
     [
         (Windows, [(4, 3, 3, 4, 4)]),
         (WindowsOfAnother, [(4, 3, 3, 4, 4), (4, 3, C, 4, 4)]),
+        (WindowsOfClips, [(2, 3, 4, 3, 4, 4)]),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
