@@ -115,6 +115,7 @@ class Borders:
         watched: when the net was last called while autograd recorded, or collapses, something stood between its modules that
             autograd's graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
         traced: every module gives ordinary frames, and a collapse goes by the trace.
+        told: it was said that features are returned whose gradient is not to be had.
         entered: the net's own call is running; else a module is called by itself, and has to look. root: the net.
     """
 
@@ -122,6 +123,7 @@ class Borders:
     collapses: bool = False
     watched: bool = False
     traced: bool = False
+    told: bool = False
     entered: bool = False
     root: weakref.ref[nn.Module] | None = None
     alike: bool = True

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from sj_tac.errors import PlanNotKeptWarning, StaleValueError
 
 # Questions that are answered for the frames without making them.
 ASKING: set[Any] = {
@@ -54,22 +51,3 @@ POOLED_LATER = (
     "behind a collapse, the mean of these steps is taken after the MaxPool, and these frames are none that it reads; ask "
     "for those behind the pool, or convert with fuse=False"
 )
-
-
-RETURNED = "convert it with example arguments with which it returns them"
-
-
-def refuse_gradient(*args: Any, **kwargs: Any) -> None:
-    """In the place of ``retain_grad`` of frames that the net gave, where its own layers read sums of them."""
-    raise StaleValueError(f"retain_grad: {SUMMED}; of frames that the net returns: {RETURNED}")
-
-
-def warn_of_gradient(frames: Tensor, hook: Any) -> Any:
-    """In the place of ``register_hook`` of such frames: it sees the gradient of what reads them outside."""
-    warnings.warn(
-        f"register_hook: the net returned frames {list(frames.shape)} whose sums its own next layer read, so that the hook "
-        f"sees, and changes, only the gradient of what reads them outside the net; {RETURNED}",
-        PlanNotKeptWarning,
-        stacklevel=3,
-    )
-    return Tensor.register_hook(frames, hook)  # type: ignore[no-untyped-call]

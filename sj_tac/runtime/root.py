@@ -5,6 +5,7 @@ Instances, not functions, so that they pickle and deep-copy with the net.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import ExportError
+from sj_tac.errors import ExportError, PlanNotKeptWarning
 from sj_tac.host import dispatch
 from sj_tac.runtime.borders import Axes, Borders, Span
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.runtime.table import as_plain
-from sj_tac.runtime.values import Shared, ordinary
+from sj_tac.runtime.values import Frames, Shared, ordinary
 
 
 class Enter:
@@ -80,7 +81,19 @@ class Leave:
             return compact_frames(output)
         if self.emits is not None and self.borders.are_plain and isinstance(output, Tensor):
             return output[:: self.emits.factor]
-        return as_plain(output)
+        return as_plain(output, self._look_at)
+
+    def _look_at(self, x: Frames) -> None:
+        """Warn, once, of frames that are returned beside the way that the net's own layers took."""
+        if x._taken and x.requires_grad and not self.borders.told and not dispatch.is_compiling():
+            self.borders.told = True
+            warnings.warn(
+                f"the net returns frames {list(x.dims)} whose sums its own next layer read. Their losses train the net; but "
+                "the gradient of its output with respect to them is not to be had: retain_grad gives none, and a tensor's "
+                "hook sees what others read. Convert with the arguments that return them, or ask in a forward hook",
+                PlanNotKeptWarning,
+                stacklevel=2,
+            )
 
 
 class Ordinary:

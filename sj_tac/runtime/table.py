@@ -6,8 +6,7 @@ folded, written and watched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import MethodType
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,6 @@ from sj_tac.runtime.entries import (
     with_sums,
 )
 from sj_tac.runtime.expressions import SharedExpression, both, over
-from sj_tac.runtime.functions import refuse_gradient, warn_of_gradient
 from sj_tac.runtime.maps import MAPS
 from sj_tac.runtime.marks import apart, is_collapsed
 from sj_tac.runtime.shapes import SHAPES
@@ -359,29 +357,21 @@ def _layer(function: Any, args: Any, kwargs: Any) -> Any:
     return per_frame(x, lambda t: function(t, *args[1:], **kwargs), False)
 
 
-def for_the_user(x: Frames) -> Tensor:
-    """A value as ordinary frames that say so, where their gradient is not to be had."""
-    frames = x.frames("the model's output")
-    if x._taken and frames.requires_grad:
-        held = frames.__dict__
-        held["retain_grad"], held["register_hook"] = refuse_gradient, MethodType(warn_of_gradient, frames)
-    return frames
-
-
-def as_plain(output: Any) -> Any:
-    """An output, however it is nested, with ordinary frames for every value in it."""
-    if isinstance(output, Tensor):
-        return for_the_user(output) if isinstance(output, Frames) else output
+def as_plain(output: Any, note: Callable[[Frames], None]) -> Any:
+    """An output, however it is nested, with ordinary frames for every value in it, each of which is noted."""
+    if isinstance(output, Frames):
+        note(output)
+        return output.frames("the model's output")
     if isinstance(output, tuple):
-        plain = [as_plain(x) for x in output]
+        plain = [as_plain(x, note) for x in output]
         if all(a is b for a, b in zip(plain, output, strict=True)):
             return output
         return type(output)(*plain) if hasattr(output, "_fields") else type(output)(plain)
     if isinstance(output, list):
-        output[:] = [as_plain(x) for x in output]
+        output[:] = [as_plain(x, note) for x in output]
     elif isinstance(output, dict):
         for name, x in output.items():
-            output[name] = as_plain(x)
+            output[name] = as_plain(x, note)
     elif host.is_record(output):
-        host.put_record(output, {name: as_plain(x) for name, x in vars(output).items()})
+        host.put_record(output, {name: as_plain(x, note) for name, x in vars(output).items()})
     return output
