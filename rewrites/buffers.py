@@ -84,6 +84,17 @@ class Buffers(torch.overrides.TorchFunctionMode):
         found = self._held.get(id(x)) if isinstance(x, Tensor) and not self.paused else None
         return x if found is None else found[1]
 
+    def note(self, x: Tensor, found: Any) -> None:
+        """Whoever reads ``x`` from now on reads this value of the graph."""
+        self._held[id(x)] = x, found
+
+    def noted(self) -> dict[int, tuple[Tensor, Any]]:
+        """All that was noted so far."""
+        return dict(self._held)
+
+    def note_again(self, noted: dict[int, tuple[Tensor, Any]]) -> None:
+        self._held = noted
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -93,5 +104,5 @@ class Buffers(torch.overrides.TorchFunctionMode):
         if not isinstance(into, Tensor) or not any(isinstance(x, fx.Proxy) for x in tree_leaves((args, kwargs))):
             return _call(func, args, kwargs)
         found = self.record(func, args, kwargs, self.now(into))
-        self._held[id(into)] = into, found
+        self.note(into, found)
         return None if name == "__setitem__" else found

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from rewrites.answers import as_tensors
-from rewrites.arguments import as_arguments, by_name, copied
+from rewrites.arguments import as_arguments, by_name, copied, holds_tensor
 from rewrites.buffers import Buffers, written
 from rewrites.failures import first_line, why_not
 from rewrites.forwards import RootForward, concrete, guesses, root_forward
+from rewrites.functions import as_one_value
 from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.errors import TraceError
@@ -89,7 +90,7 @@ class _LeafTracer(fx.Tracer):
         if self._is_elsewhere() or (self.submodule_paths is not None and m not in self.submodule_paths):
             # Made in forward, so no part of the model: what it does is part of the function that made it.
             return forward(*args, **kwargs)
-        depth, last = len(self.module_stack), next(iter(reversed(self.graph.nodes)), None)
+        place = self.place()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
@@ -97,7 +98,7 @@ class _LeafTracer(fx.Tracer):
                 raise
             if self.opaque and not self.is_leaf_module(m, ""):
                 # Once more with this one as a leaf, here and now: starting over would be quadratic in what is closed.
-                self._forget(last, depth)
+                self.forget(place)
                 self.closed[m] = first_line(error)
                 return self.call_module(m, forward, args, kwargs)
             self._stopped = error, m
@@ -112,8 +113,13 @@ class _LeafTracer(fx.Tracer):
         """True in a thread that runs modules while another one traces: torch.fx patches the class of all modules."""
         return threading.get_ident() != self._thread
 
-    def _forget(self, last: fx.Node | None, depth: int) -> None:
-        """Take off what was recorded since the node ``last``."""
+    def place(self) -> tuple[fx.Node | None, int]:
+        """Where the trace is: behind which node, in how many modules."""
+        return next(iter(reversed(self.graph.nodes)), None), len(self.module_stack)
+
+    def forget(self, place: tuple[fx.Node | None, int]) -> None:
+        """Take off what was recorded since."""
+        last, depth = place
         for node in list(takewhile(lambda node: node is not last, reversed(self.graph.nodes))):
             if node.op != "get_attr":  # fx hands these out again, and they are no data
                 self.graph.erase_node(node)
@@ -183,14 +189,6 @@ def _hold_values(module: nn.Module) -> None:
         memories.update({name: held._held for name, held in memories.items() if isinstance(held, _ValueProxy)})
 
 
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_holds_tensor(v) for v in value)
-    if isinstance(value, dict) or host.is_record(value):
-        return any(_holds_tensor(v) for v in (value if isinstance(value, dict) else vars(value)).values())
-    return isinstance(value, Tensor)
-
-
 class _ValueTracer(_LeafTracer):
     """Runs the model on ``example`` while it records; whatever is not a tensor (shapes, flags) is a plain value.
 
@@ -225,7 +223,7 @@ class _ValueTracer(_LeafTracer):
         proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
     ) -> Any:
         value = self._value(kind, target, args, kwargs)
-        if not _holds_tensor(value):
+        if not holds_tensor(value):
             return value
 
         def make(node: fx.Node) -> fx.Proxy:
@@ -366,7 +364,7 @@ def _traced(
         fixed = {}
         tracer.read(forward)
     try:
-        with _ONE_TRACE, tracer.buffers, as_tensors(model, tracer.is_instance):
+        with _ONE_TRACE, tracer.buffers, as_tensors(model, tracer.is_instance), as_one_value(tracer):
             graph = tracer.trace(model, concrete_args=fixed or None)
     except Exception as error:
         raise TraceError(

@@ -331,3 +331,60 @@ def test_an_unfolding_in_another_order_is_named():
     found = sj_tac.plan(Net().eval(), example_input=torch.rand(3, 4, 2, 8, 8))["conv"]
     assert found.reason == "NOT_LINEAR"
     assert "unfolds in another order than time and samples were folded in" in found.detail
+
+
+class Stored(torch.autograd.Function):
+    """Writes frames into a store of many, as published dense nets do; torch.fx has no proxy of a storage."""
+
+    @staticmethod
+    def forward(ctx, store, i, x):
+        store[i] = x
+        ctx.i = i
+        return torch.empty(0, dtype=store.dtype).set_(store[: i + 1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None, gradient[ctx.i]
+
+
+def spikes_are_stored(net, y, s):
+    store = torch.zeros(2, *y.shape, dtype=y.dtype)
+    Stored.apply(store, 0, s)
+    return Stored.apply(store, 1, net.lif2(y)).sum(0)
+
+
+def the_drive_is_stored_and_the_store_is_read(net, y, s):
+    store = torch.zeros(1, *y.shape, dtype=y.dtype)
+    Stored.apply(store, 0, y)
+    return net.lif2(store[0])
+
+
+def the_drive_is_stored_and_what_comes_out_is_read(net, y, s):
+    return net.lif2(Stored.apply(torch.zeros(1, *y.shape, dtype=y.dtype), 0, y)[0])
+
+
+@pytest.mark.parametrize(
+    ("then", "refused"),
+    [
+        (spikes_are_stored, ()),
+        (the_drive_is_stored_and_the_store_is_read, ("conv2",)),
+        (the_drive_is_stored_and_what_comes_out_is_read, ("conv2",)),
+    ],
+)
+def test_an_autograd_function_that_cannot_be_followed_is_one_value(then, refused):
+    torch.manual_seed(0)
+    apply, x = vars(torch.autograd.Function)["apply"], frames()
+    net = Net(then).double().eval()
+    plan = sj_tac.plan(net, k=2, example_input=x)
+    assert vars(torch.autograd.Function)["apply"] is apply
+    assert {v.layer for v in plan.converted} == {"conv1", "conv2"} - set(refused)
+    assert all("Stored.apply() " in plan[name].detail for name in refused)
+    with torch.no_grad():
+        source, found = net(x), {}
+        for k in (1, 2):
+            for fuse in (True, False):
+                found[k, fuse] = sj_tac.convert(net, k=k, fuse=fuse, example_input=x)(x)
+    assert torch.equal(found[1, False], source)
+    assert not torch.equal(found[2, False], source)
+    for k in (1, 2):
+        torch.testing.assert_close(found[k, True], found[k, False], **CLOSE)
