@@ -23,7 +23,7 @@ def modes(recorded: bool, device: str) -> Iterator[None]:
     with torch.inference_mode(False), torch.set_grad_enabled(recorded), ExitStack() as stack:
         if dispatch.autocasts(device):
             stack.enter_context(torch.autocast(device, enabled=False))
-        if _packs():
+        if packs():
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
         yield
 
@@ -33,11 +33,11 @@ def as_at_birth(recorded: bool, device: str) -> AbstractContextManager[None]:
 
     A checkpoint counts what is saved within it. It runs its part again when the frames are there already.
     """
-    plain = not dispatch.autocasts(device) and not torch.is_inference_mode_enabled() and not _packs()
+    plain = not dispatch.autocasts(device) and not torch.is_inference_mode_enabled() and not packs()
     return nullcontext() if plain and torch.is_grad_enabled() == recorded else modes(recorded, device)
 
 
-def _packs() -> bool:
+def packs() -> bool:
     """Whether somebody's hooks are handed the tensors that autograd saves."""
     return _TOP is not None and _TOP(False) is not None
 

@@ -19,7 +19,7 @@ from sj_tac.runtime import attributes, compiled
 from sj_tac.runtime.expressions import Expression, Maker, Reading, SharedExpression
 from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, POOLED_LATER, SUMMED, shares_memory, writes
 from sj_tac.runtime.groups import Groups, Sums, single
-from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth, below
+from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth, below, packs
 
 below_functions = torch._C.DisableTorchFunctionSubclass
 
@@ -320,8 +320,9 @@ def on_frames(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _follow(first, frames)  # in place; item assignment gives nothing back
         if found is frames:
             return first
-        if read is not _watch and shares_memory(found, frames) and not _pools_later(first):
-            _stand_by(first, lent=True)  # who holds a view may write past version counters, too
+        # Who holds a view may write past version counters, too. A checkpoint must find the value as it was.
+        if read is not _watch and shares_memory(found, frames) and not (packs() or _pools_later(first)):
+            _stand_by(first, lent=True)
     if isinstance(out, Frames) and out._made is not None:
         _follow(out, out._made)
         return out
