@@ -90,7 +90,7 @@ class Leave:
             warnings.warn(
                 f"the net returns frames {list(x.dims)} whose sums its own next layer read. Their losses train the net; but "
                 "the gradient of its output with respect to them is not to be had: retain_grad gives none, and a tensor's "
-                "hook sees what others read. Convert with the arguments that return them, or ask in a forward hook",
+                "hook sees what others read. Ask in a forward hook, or convert with the arguments that return them",
                 PlanNotKeptWarning,
                 stacklevel=2,
             )
