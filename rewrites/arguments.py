@@ -19,16 +19,15 @@ def as_arguments(example_input: Any) -> tuple[Any, ...]:
     return tuple(example_input) if isinstance(example_input, (tuple, list)) else (example_input,)
 
 
-def copied(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def copied(arguments: Any) -> Any:
     """The arguments with copies of their tensors: a forward that writes into its input does not write into the caller's."""
 
     def copy(value: Any) -> Any:
         if host.is_record(value):
-            return host.record_like(value, {k: copied(v) if host.is_record(v) else copy(v) for k, v in vars(value).items()})
+            return host.record_like(value, copied(vars(value)))
         return value.detach().clone() if isinstance(value, Tensor) else value
 
-    found: tuple[Any, ...] = torch.utils._pytree.tree_map(copy, arguments)
-    return found
+    return torch.utils._pytree.tree_map(copy, arguments)
 
 
 def holds_tensor(value: Any) -> bool:

@@ -61,7 +61,7 @@ class Run:
 
 def tensors(output: Any) -> list[Tensor]:
     """The tensors of an output, however it is nested."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(host.opened(output)) if isinstance(leaf, Tensor)]
 
 
 def run(

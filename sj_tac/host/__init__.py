@@ -38,7 +38,12 @@ from sj_tac.host.neurons import (
     steps_on as steps_on,
     surrogate as surrogate,
 )
-from sj_tac.host.records import is_record as is_record, put_record as put_record, record_like as record_like
+from sj_tac.host.records import (
+    is_record as is_record,
+    opened as opened,
+    put_record as put_record,
+    record_like as record_like,
+)
 from sj_tac.host.registry import (
     SURROGATES as SURROGATES,
     is_batch_first as is_batch_first,

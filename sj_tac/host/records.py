@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 
 def is_record(x: Any) -> bool:
     """True for an instance of a dataclass and for a SimpleNamespace, not for what is a container or a module besides."""
@@ -26,3 +28,8 @@ def put_record(x: Any, held: Mapping[str, Any]) -> None:
     """Set its names, in a frozen one, too."""
     for name, value in held.items():
         object.__setattr__(x, name, value)
+
+
+def opened(x: Any) -> Any:
+    """Any nest of containers with dicts in the place of records."""
+    return torch.utils._pytree.tree_map(lambda leaf: opened(vars(leaf)) if is_record(leaf) else leaf, x)

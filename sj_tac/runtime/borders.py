@@ -152,10 +152,10 @@ class Borders:
             # A part that was copied alone knows no net.
             self.watched = self.watched if root is None else is_watched(root)
 
-    def begin(self, call: Call | None) -> None:
-        """Note T and N of a call that begins, in another one perhaps."""
+    def begin(self) -> None:
+        """Keep T and N of the call in which another one begins, if there is any."""
         self.outer.append(self.call)
-        self.call = call
+        self.call = None
 
     def end(self) -> None:
         """Go on with the call that the one which ends was made in, if there is any."""

@@ -49,7 +49,8 @@ class Enter:
                 "sj_tac.export_onnx, or torch.export.export"
             )
         if self.axes is not None:
-            self.borders.begin(self.axes.of(args, kwargs))
+            self.borders.begin()  # first: ``Leave`` is called where this raises, too
+            self.borders.call = self.axes.of(args, kwargs)
         if self.linked is None or self.linked() is not module:
             link(module, self.readers, self.direct)
             self.linked = weakref.ref(module)

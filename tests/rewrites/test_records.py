@@ -11,6 +11,7 @@ from support import awake, conv, frames, node, norm
 from torch import nn
 
 import sj_tac
+from rewrites import verify
 from sj_tac import host
 from sj_tac.errors import TraceError
 
@@ -66,6 +67,15 @@ def test_a_net_of_records_converts_and_gives_ordinary_frames(k, make, gives):
     if k == 1:
         functional.reset_net(source)
         assert torch.equal(out.last, source(batch).last)
+
+
+def test_outputs_and_samples_of_records_are_looked_into():
+    """What a verification compares, and by what it counts the operations of a sample."""
+    held = Out(X, [SimpleNamespace(inner=(X + 1,))])
+    assert [t.max().item() for t in verify.tensors(held)] == [X.max().item(), X.max().item() + 1]
+    source = Net(lambda last, features: last).eval()
+    macs = [[v.macs_before for v in sj_tac.plan(source, k=2, example_input=(x,))] for x in (X, Batch(X))]
+    assert macs[0] == macs[1] != [None, None]
 
 
 def test_what_is_more_than_its_names_is_no_record():

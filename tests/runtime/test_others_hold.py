@@ -168,6 +168,28 @@ def test_a_folded_net_that_calls_itself_goes_on_with_its_own_time(folded, fuse):
     assert fast(X).shape == (4, 2, 4, 6, 6)
 
 
+def test_an_inner_call_that_fails_and_is_caught_leaves_the_outer_ones_time(folded):
+    class Trying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.c, self.l, self.tries = copy.deepcopy(folded), nn.Conv2d(4, 4, 1).double(), node("lif"), False
+
+        def forward(self, x):
+            y = self.first(x)
+            if self.tries:
+                self.tries = False
+                with pytest.raises(InputError, match="was converted for inputs of"):
+                    self(x[0])
+            return self.l(self.c(y.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+    fast = sj_tac.convert(Trying().eval(), k=2, example_input=X)
+    assert len(sj_tac.report(fast).converted) == 2
+    expected = fast(X).detach()
+    functional.reset_net(fast)
+    fast.tries = True
+    torch.testing.assert_close(fast(X).detach(), expected)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_that_several_calls_could_have_made_is_refused(folded, reentrant):
     fast = sj_tac.convert(copy.deepcopy(folded), k=2, example_input=X)
