@@ -66,7 +66,10 @@ FUSED_POOLS: tuple[type[nn.Module], ...] = (layer.MaxPool2d, layer.AvgPool2d)
 FOLDED_FUSED_POOLS: tuple[type[nn.Module], ...] = (nn.MaxPool2d, nn.AvgPool2d)
 DROPOUTS: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d)
 # What a weighted sum of frames may pass through, because it treats all frames alike and is linear in them.
-LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (layer.Dropout, layer.Dropout2d, *AVG_POOLS, layer.Flatten, nn.Identity)
+LINEAR_IN_TIME: tuple[type[nn.Module], ...] = (
+    *(layer.Dropout, layer.Dropout2d, *AVG_POOLS, layer.Flatten, nn.Identity, layer.PrintShapeModule),
+    *([layer.Upsample] if hasattr(layer, "Upsample") else []),
+)
 # What treats every frame [N, ...] alike, linear or with a constant on top: weights that sum to 1 may pass.
 AFFINE: tuple[type[nn.Module], ...] = (*CONVS, *LINEARS, *NORMS, layer.VotingLayer, nn.Linear)
 # What treats every frame alike, with a constant on top, or in training a mask of its own: drives may pass, sums may not.

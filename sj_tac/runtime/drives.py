@@ -146,8 +146,9 @@ class Drive:
 
         ``keeps``: what was found before may be taken again, which a call that is compiled must not.
         """
-        first = of.steps[0]
-        if self.k > first and self.k % first and len(of.steps) > 1:  # one group alone may be shorter than a whole one
+        first = of.first
+        # The only group of frames that no collapse made may be shorter than a whole one.
+        if self.k > first and self.k % first and (of.whole or len(of.steps) > 1):
             return None
         wide = WIDE.get(kind[0]) or reference.accumulation_dtype(kind[0])
         source = logits
@@ -187,7 +188,7 @@ class Drive:
     def _sums(
         self, of: Groups, beta: float | Tensor, like: tuple[torch.dtype, torch.device], tag: object, logits: Tensor | None
     ) -> Sums:
-        size = max(1, self.k // of.steps[0])
+        size = max(1, self.k // of.first)
         cuts = [of.steps[i : i + size] for i in range(0, len(of.steps), size)]
         rows: list[Sequence[float | Tensor]] = []
         for i, lengths in enumerate(cuts):
@@ -237,8 +238,8 @@ class Drive:
             return False
         groups = x.expression.groups
         if x.means is not None:
-            first = x.means.steps[0]
-            whole = self.k <= first or self.k % first == 0 or len(x.means.steps) == 1
+            first = x.means.first
+            whole = self.k <= first or self.k % first == 0
             return whole and (x.means == groups or groups.split(x.means) is not None or x.means.split(groups) is not None)
         return groups.steps is not groups.frames or self._gives_back(groups.steps[0])
 
@@ -262,7 +263,11 @@ class Drive:
     def emit(self, y: Tensor | Later, groups: Groups, x: Any, folded: int | None = None) -> Tensor:
         """The value of drives ``y``, one for each of ``groups``, of what came as ``x``; ``folded``: N, where it folds."""
         means = x.means if isinstance(x, Shared) and not x.is_written else None
-        collapses = self.mode == "collapse" and groups.steps[0] > 1 and (self.k > 1 or means is not None)
+        # Behind a binary collapse one step may stand for all frames of a short call; it is of a longer one all the same.
+        several = groups.steps[0] > 1 or (groups.frames is not groups.steps and len(groups.steps) == 1)
+        collapses = self.mode == "collapse" and several and (self.k > 1 or means is not None)
+        if collapses:
+            groups = groups._replace(whole=max(self.k, 1 if means is None else means.whole))
         if self.mode == "collapse" and self.spikes == "count":
             means = groups if collapses else None
         value = Shared.of(SharedExpression(y, groups), means, folded)

@@ -18,11 +18,18 @@ class Groups(NamedTuple):
     """What each compact frame of a value stands for: ``steps[g]`` steps of a neuron, ``frames[g]`` frames of the value.
 
     The two differ behind a binary collapse alone, where one step stands for ``per_step`` frames, the last for what is left.
+    ``whole`` is the steps that a collapse makes one of, 0 where none did: a short call's only group may have fewer.
     """
 
     steps: tuple[int, ...]
     frames: tuple[int, ...]
     per_step: int = 1
+    whole: int = 0
+
+    @property
+    def first(self) -> int:
+        """Steps of a group that is no tail."""
+        return self.whole or self.steps[0]
 
     @property
     def total(self) -> int:
@@ -34,11 +41,11 @@ class Groups(NamedTuple):
         cuts = range(0, len(self.steps), size)
         steps = tuple(sum(self.steps[i : i + size]) for i in cuts)
         frames = steps if self.frames is self.steps else tuple(sum(self.frames[i : i + size]) for i in cuts)
-        return Groups(steps, frames, self.per_step)
+        return Groups(steps, frames, self.per_step, self.whole * size)
 
     def merged(self) -> Groups:
         """One step on every compact frame, whatever it stood for."""
-        return Groups((1,) * len(self.frames), self.frames, self.frames[0])
+        return Groups((1,) * len(self.frames), self.frames, self.first * self.per_step)
 
     def split(self, finer: Groups) -> tuple[int, ...] | None:
         """How many frames of ``finer`` each compact frame stands for; None where one of those would be cut."""

@@ -229,7 +229,7 @@ class UnitModule(ByState, neuron.BaseNode):
 
     def _emit(self, run: Run, groups: Groups, means: Groups | None) -> Tensor:
         """The run's output, as its readers want it; ``groups``: what the drives stand for."""
-        if means is not None and max(means.steps) > 1:
+        if means is not None and (max(means.steps) > 1 or groups.frames is not groups.steps):
             return self._emit_means(run, means)
         if groups.frames is not groups.steps:
             return self._emit_steps(run, groups)

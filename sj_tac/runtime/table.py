@@ -341,7 +341,8 @@ def _average(function: Any, args: Any, kwargs: Any) -> Any:
     return per_frame(x, lambda t: function(t, *args[1:], **kwargs), True)
 
 
-@handles(F.conv1d, F.conv2d, F.conv3d, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.batch_norm, F.linear)
+@handles(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+@handles(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.batch_norm, F.linear)
 def _layer(function: Any, args: Any, kwargs: Any) -> Any:
     """A layer of the host's on shared frames: convolutions, Linear, MaxPool and BatchNorm in eval mode."""
     x = args[0]
