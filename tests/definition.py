@@ -5,7 +5,8 @@ slowly: every tensor has T frames, a shared drive is repeated, and a collapse is
 knows how sj_tac runs a net; it needs torch and SpikingJelly alone.
 
 A mark says in which groups a value is constant. It travels through what treats all frames alike: norms, average pools,
-Flatten, Linear, Dropout, convs, sums of two values with the same mark (in place too), products with a number. Whatever else
+Flatten, Linear, Dropout, convs, sums of two values with the same mark (in place too) and
+their concatenation, products with a number. Whatever else
 touches a marked value reads its T frames, and what comes out has no mark. A write into the value takes its mark away.
 """
 
@@ -22,9 +23,10 @@ from spikingjelly.activation_based import functional, layer, neuron
 from torch import Tensor, nn
 
 NEURONS = (neuron.LIFNode, neuron.IFNode, neuron.ParametricLIFNode)
-CONVS = (layer.Conv1d, layer.Conv2d, layer.Conv3d)
+CONVS = (layer.Conv1d, layer.Conv2d, layer.Conv3d, layer.ConvTranspose2d)
 NORMS = (layer.BatchNorm1d, layer.BatchNorm2d, layer.BatchNorm3d)
-ALIKE = (layer.AvgPool2d, layer.AdaptiveAvgPool2d, layer.Flatten, layer.Linear, layer.Dropout)
+ALIKE = (layer.AvgPool2d, layer.AdaptiveAvgPool2d, layer.Flatten, layer.Linear, layer.Dropout, layer.PrintShapeModule)
+ALIKE += (layer.Upsample,) if hasattr(layer, "Upsample") else ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ _SCALINGS = {torch.mul, torch.div, Tensor.mul, Tensor.div, Tensor.__mul__, Tenso
 
 
 def _mark_behind(func: Any, args: Any, kwargs: Any) -> Mark | None:
+    if func is torch.cat and len(args) == 2 and args[1] >= 2:
+        first, *others = [mark_of(a) for a in args[0]]
+        return first if all(other == first for other in others) else None
     if kwargs or len(args) != 2:
         return None
     first, second = (mark_of(a) for a in args)
