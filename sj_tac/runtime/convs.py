@@ -21,6 +21,7 @@ from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.expressions import Later
 from sj_tac.runtime.groups import Groups, Sums, even, single
 from sj_tac.runtime.matched import Matchable
+from sj_tac.runtime.regions import as_traced
 from sj_tac.runtime.values import Frames, Shared, Spikes, ordinary
 
 LOGITS = "tac_logits"
@@ -95,6 +96,8 @@ class DriveModule(Matchable):
             drive.borders.look()
         if drive.batch_first or drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
+        if drive.borders.collapses and drive.borders.entered:
+            x = as_traced(x, drive.name, drive.span, unfold=self._frames if self._folds else None)
         if isinstance(x, Frames) and (x.folded is not None) is self._folds:
             of_value, summed = self._of_value(x, logits)
             wanted, groups, steps = of_value, of_value.groups, x.steps

@@ -28,6 +28,7 @@ from sj_tac.runtime.groups import Groups, Sums, single
 from sj_tac.runtime.launching import Prepared
 from sj_tac.runtime.layers import pending
 from sj_tac.runtime.marks import defined
+from sj_tac.runtime.regions import as_traced
 from sj_tac.runtime.runs import Inputs, Run
 from sj_tac.runtime.values import Shared, Spikes, ordinary
 
@@ -81,6 +82,12 @@ class Unit:
 
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
+
+    def as_traced(self, x: Tensor) -> Tensor:
+        """Drives with the mark that the trace has there, in a call of the net."""
+        if not (self.borders.collapses and self.borders.entered):
+            return x
+        return as_traced(x, self.name, self.span, self.merge, self.normalize)
 
     def pools_means(self, pooled: Any) -> bool:
         """Whether the frames behind the pool are means of what it takes of single steps: the largest, of a MaxPool."""
@@ -154,6 +161,7 @@ class UnitModule(ByState, neuron.BaseNode):
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
         fused = unit.borders.fused
+        x_seq = unit.as_traced(x_seq)
         if fused and not torch.is_grad_enabled() and not args and not kwargs:
             short: Any = straight.run if type(x_seq) is Shared else straight.run_features if unit.head else None
             found = None if short is None else short(self, unit, x_seq)

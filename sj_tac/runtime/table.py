@@ -304,11 +304,19 @@ def _reduce(function: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 def _dropout(function: Any, args: Any, kwargs: Any) -> Any:
-    """Dropout that is off; where it is on, every frame has a mask of its own, and none is like another."""
+    """Dropout that is off; where it is on, every frame has a mask of its own, and none is like another.
+
+    Where a neuron behind emits means of its steps, or each group is one step, it does so of such drives, too.
+    """
     x, training = args[0], kwargs.get("training", args[2] if len(args) > 2 else True)
     if not isinstance(x, Frames) or not x.intact or kwargs.get("inplace", args[3] if len(args) > 3 else False):
         return NotImplemented
-    return NotImplemented if training else x
+    if not training:
+        return x
+    if not isinstance(x, Shared) or not is_collapsed(x) or not is_of_mode(x):
+        return NotImplemented
+    # Behind a binary collapse each group is one step, which has one mask.
+    return per_frame(x if x.means is None else apart(x), lambda t: function(t, *args[1:], **kwargs), False)
 
 
 @handles(F.pad)
