@@ -274,7 +274,8 @@ class _Walk:
         binary = setting.mode == "collapse" and setting.spikes == "binary" and max(setting.k, span.stretch) > 1
         if binary and not chain.direct:
             detail = (
-                "a binary collapse makes one step of several, which only a neuron with no other reader or input can take"
+                "a binary collapse makes one step of several, which only a neuron takes with no other reader or input, and none "
+                "but norms and pools in front"
             )
             self.impossible[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
             return

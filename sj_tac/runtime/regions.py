@@ -1,9 +1,9 @@
 """Where collapsed time ends: a converted module goes by the mark of what it is handed, and by what the trace has there.
 
 A value carries its mark through what treats all frames alike, and the trace knows the same operations. Where one of them
-knows more, frames decide: a mark that the trace has not ends there, and frames that are alike as the trace says have its mark.
-So a call gives what it gives compiled, exported or counted, where modules hand on frames and only the trace is there to ask.
-Of a part that is called by itself the trace knows nothing: there values decide.
+knows more, frames decide: a mark that the trace lacks ends there, and frames that are alike as it says have its mark. So a
+call gives what it gives compiled, exported or counted, where modules hand on frames and only the trace is there to ask. Of a
+part that is called by itself the trace knows nothing: there values decide.
 """
 
 from __future__ import annotations
