@@ -274,8 +274,8 @@ class _Walk:
         binary = setting.mode == "collapse" and setting.spikes == "binary" and max(setting.k, span.stretch) > 1
         if binary and not chain.direct:
             detail = (
-                "a binary collapse makes one step of several, which only a neuron takes with no other reader or input, and none "
-                "but norms and pools in front"
+                "a binary collapse makes one step of several, which only a neuron takes with no other reader or input, "
+                "behind nothing but norms and pools"
             )
             self.impossible[chain.conv] = Refusal(Reason.COLLAPSE_BRANCHED, detail)
             return
