@@ -202,6 +202,7 @@ def policy_of(converted: nn.Module) -> Policy:
 def check_plain(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelTypeError(f"a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
+    host.know_loaded()
     if hasattr(model, "_orig_mod"):
         raise ConversionError(
             f"{type(model).__name__} is what torch.compile made of a {type(model._orig_mod).__name__}; convert that one, "
@@ -212,7 +213,7 @@ def check_plain(model: Any) -> None:
             where = f"its module {name!r} is" if name else "it is"
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted again: {where} part of a converted chain; "
-                "sj_tac.restore it first, or change it with sj_tac.set_k"
+                "sj_tac.restore it first (the whole net, where this is a part of one), or change it with sj_tac.set_k"
             )
 
 

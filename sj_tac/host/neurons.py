@@ -35,6 +35,13 @@ def decay(node: Any, dtype: torch.dtype) -> float | Tensor:
     return 1.0
 
 
+def has_known_decay(node: nn.Module) -> bool:
+    """False for a neuron of a class that was registered elsewhere, and is not in this process."""
+    return (
+        isinstance(node, (neuron.LIFNode, neuron.IFNode, neuron.ParametricLIFNode)) or decay_of_class(type(node)) is not None
+    )
+
+
 def decay_source(node: Any) -> Tensor | None:
     """The tensor whose gradient ``decay`` keeps: a PLIF's w, or a LIF's tau that is trained; None where it is a number."""
     if isinstance(node, neuron.ParametricLIFNode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -211,4 +212,14 @@ for _name, _decay in _OWN.items():
         register_neuron(getattr(neuron, _name), decay=_decay)
 # In eval mode BatchNorm's map; in training it is handed all frames.
 register_affine(nn.SyncBatchNorm)
-_OF_THE_HOST = frozenset({*_NEURONS, *_AFFINE})
+_OF_THE_HOST = {*_NEURONS, *_AFFINE}
+_CONVERTED = "spikingjelly.activation_based.ann2snn.modules"
+
+
+def know_loaded() -> None:
+    """Register what the host has in modules that few import: its converter of ANNs scales drives by one constant."""
+    found = sys.modules.get(_CONVERTED)
+    for name in ("VoltageScaler", "ChannelVoltageScaler") if found is not None else ():
+        scaler = getattr(found, name, None)
+        if scaler is not None and scaler not in _AFFINE:
+            _OF_THE_HOST.add(register_affine(scaler))

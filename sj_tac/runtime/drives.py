@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import PlanNotKeptWarning
+from sj_tac.errors import ConversionError, PlanNotKeptWarning
 from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate as aggregation, reference
 from sj_tac.kernels.checks import WIDE
@@ -79,7 +79,15 @@ class Drive:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._hold(self.__dict__.pop("node"))
+        node = self.__dict__.pop("node")
+        if not host.has_known_decay(node):
+            kind = type(node)
+            raise ConversionError(
+                f"layer {self.name!r} shares drives for neurons of {kind.__module__}.{kind.__qualname__}, which is not "
+                "registered in this process: call sj_tac.register_neuron with it, as where the net was converted, before "
+                "the net is loaded"
+            )
+        self._hold(node)
 
     def _hold(self, node: nn.Module) -> None:
         """Note a neuron, without keeping it alive where it is replaced: the host's ``reset_net`` looks for that."""
