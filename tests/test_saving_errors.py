@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import sj_tac
 from sj_tac.errors import CheckpointError, ConversionError, ModelTypeError, WriteError
+from sj_tac.host import registry
 from sj_tac.support import archive
 
 FRAMES = frames(8, 3, 2, 8, 8)
@@ -322,3 +323,32 @@ def test_thresholds_that_are_tensors_are_compared(kind, other, tmp_path):
     x = frames(4, 2, 2, 8, 8)
     with torch.no_grad():
         assert torch.equal(again(x), fast(x))
+
+
+class Leaky(nn.Module):
+    """A neuron of one's own, at the module's top so that it can be pickled."""
+
+    step_mode = "m"
+
+    def forward(self, x):
+        v, spikes = torch.zeros_like(x[0]), []
+        for drive in x:
+            v = v * 0.7 + drive
+            spikes.append((v >= 0.3).to(x))
+            v = v - spikes[-1] * 0.3
+        return torch.stack(spikes)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_pickled_net_whose_neurons_are_not_registered_here(fuse, monkeypatch):
+    """Weights would be those of another neuron, and the report would say that all is as it was."""
+    net = nn.Sequential(layer.Conv2d(2, 4, 3, step_mode="m"), Leaky()).eval()
+    monkeypatch.setattr(registry, "_NEURONS", dict(registry._NEURONS))
+    sj_tac.register_neuron(Leaky, decay=0.7)
+    held = pickle.dumps(sj_tac.convert(net, k=2, fuse=fuse, example_input=torch.rand(4, 2, 2, 8, 8)))
+    assert sj_tac.report(pickle.loads(held)).converted
+    del registry._NEURONS[Leaky]
+    with pytest.raises(
+        ConversionError, match=r"layer '0' .*Leaky, which is not registered in this process.*register_neuron"
+    ):
+        pickle.loads(held)
