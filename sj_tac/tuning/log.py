@@ -99,26 +99,33 @@ class Log:
         self.file.seek(0)
         content: bytes = self.file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        if content and not whole and not json.dumps(self.header).encode().startswith(content[:40]):
-            raise SearchError(f"{self.path} is no search log; give the search another path")
-        if len(whole) < len(content):
-            self.file.truncate(len(whole))
+        if not whole and not json.dumps(self.header).encode().startswith(content):
+            raise self._foreign()
         lines = []
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 lines.append(json.loads(line))
-            except ValueError:
-                what = "is no search log" if number == 1 else f"is damaged in line {number}"
-                raise SearchError(f"{self.path} {what}; give the search another path, or delete it") from None
+            except (ValueError, RecursionError):
+                if number == 1:
+                    raise self._foreign() from None
+                raise SearchError(
+                    f"{self.path} is damaged in line {number}; give the search another path, or delete it"
+                ) from None
+            if number == 1:
+                self._check(lines[0])
+        # Only of a file that is this search's log: of any other, what stands behind the last newline is somebody's.
+        if len(whole) < len(content):
+            self.file.truncate(len(whole))
         if not lines:
             self._write(self.header)
-            return
-        self._check(lines[0])
         self.entries = lines[1:]
+
+    def _foreign(self) -> SearchError:
+        return SearchError(f"{self.path} is no search log, and is left as it is; give the search another path")
 
     def _check(self, header: Any) -> None:
         if not isinstance(header, dict) or header.get("kind") != KIND:
-            raise SearchError(f"{self.path} is no search log; give the search another path")
+            raise self._foreign()
         if header.get("version") != self.header["version"]:
             raise SearchError(f"{self.path} is a search log of version {header.get('version')}; this one writes version 1")
         for part, words in PARTS.items():

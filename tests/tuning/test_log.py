@@ -130,6 +130,11 @@ def test_a_log_of_another_model_or_other_data_or_another_machine_is_refused(tmp_
         (b'{"kind": "recipes"}\n', "is no search log"),
         (b'{"kind": "sj_tac search log", "version": 9}\n', "of version 9; this one writes version 1"),
         (b"[1, 2]\n", "is no search log"),
+        (b"first line\nand a last one without a newline", "is no search log"),
+        (b"PK\x03\x04\x00\x80binary\n\xff\xfe and its directory", "is no search log"),
+        (b'{"name": 1}\n{"name": 2}\n{"name"', "is no search log"),
+        (b'{"kind": "sj_tac search log", "version": 1, and then something else', "is no search log"),
+        (b'{"kind": "sj_tac search log", "version": 1, "seed": 9}\n{"name": ', "is the log of another search"),
     ],
 )
 def test_other_files_are_not_taken_for_logs_and_not_touched(tmp_path, content, message):
