@@ -19,7 +19,7 @@ from rewrites.pipeline import check_plain, convert_with, plan, report
 from sj_tac import host
 from sj_tac.errors import PolicyError, interrupted
 from sj_tac.support import machine, memory
-from sj_tac.support.files import write_text
+from sj_tac.support.files import beside, write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, collect
@@ -90,11 +90,11 @@ class Bench(Shown):
         """JSON at ``path``, accuracy and speed-up as bars in a PNG beside it. Returns the PNG's path.
 
         Raises:
-            WriteError: a file could not be written.
+            WriteError: a file could not be written, or ``path`` is that of the PNG itself, or of a pipe.
             ImportError: no matplotlib.
         """
+        picture = beside(path, ".png")
         write_text(path, self.to_json() + "\n")
-        picture = Path(path).with_suffix(".png")
         plots.bars(picture, [self])
         return picture
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
-from sj_tac.support.files import write_text
+from sj_tac.support.files import beside, write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.diagnosis import Diagnosis
 from sj_tac.tuning.plots import frontier_plot
@@ -114,11 +114,11 @@ class Evidence(Shown):
         """JSON at ``path``, the Pareto plot as a PNG beside it. Returns the PNG's path.
 
         Raises:
-            WriteError: a file could not be written.
+            WriteError: a file could not be written, or ``path`` is that of the PNG itself, or of a pipe.
             ImportError: no matplotlib.
         """
+        picture = beside(path, ".png")
         write_text(path, self.to_json() + "\n")
-        picture = Path(path).with_suffix(".png")
         tried = [t for t in self.trials if not t.refused]
         chosen = next((t for t in tried if t.name == self.chosen), None)
         frontier_plot(picture, self.objective, self.metric, tried, self.frontier, chosen)

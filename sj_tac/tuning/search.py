@@ -15,6 +15,7 @@ from sj_tac.errors import PolicyError, SearchError, SearchInterrupted, WriteErro
 from sj_tac.kernels import backends
 from sj_tac.policy import Policy
 from sj_tac.support import machine
+from sj_tac.support.files import beside, check_place
 from sj_tac.tuning import plots
 from sj_tac.tuning.batches import Batch, as_given, collect
 from sj_tac.tuning.diagnosis import Diagnosis, diagnose
@@ -88,7 +89,8 @@ def search(
     Raises:
         SearchError: no policy meets the goal or is faster than the source, the metric is no number, or ``log`` is another
             search's; its attribute ``evidence`` says what was tried.
-        WriteError: ``log`` or ``out`` cannot be written; then, for ``out``, its attribute ``policy`` is what was found.
+        WriteError: ``log`` or ``out`` cannot be written; for ``out``, where only the end shows it, its attribute ``policy``
+            is what was found.
         ConversionError: no layer can be converted.
         BatchError: batches that cannot be used.
         PolicyError: ks, modes or another option out of range.
@@ -100,6 +102,7 @@ def search(
     how = Search.read("search", 9, options)
     if how.out is not None:
         plots.require()
+        check_place(beside(how.out, ".png"))
     _check_numbers(max_drop, speedup, time_limit)
     check_plain(model)
     held = collect(batches, model)

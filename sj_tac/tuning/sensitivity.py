@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rewrites.pipeline import Source, check_plain, report
 from sj_tac.errors import PolicyError, interrupted
 from sj_tac.support import machine
-from sj_tac.support.files import write_text
+from sj_tac.support.files import beside, write_text
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import firing, milliseconds, scores
@@ -76,11 +76,11 @@ class Sensitivity(Shown):
         """JSON at ``path``, the heat map (layers x k) as a PNG beside it. Returns the PNG's path.
 
         Raises:
-            WriteError: a file could not be written.
+            WriteError: a file could not be written, or ``path`` is that of the PNG itself, or of a pipe.
             ImportError: no matplotlib.
         """
+        picture = beside(path, ".png")
         write_text(path, self.to_json() + "\n")
-        picture = Path(path).with_suffix(".png")
         heat_map(picture, self.effects)
         return picture
 
