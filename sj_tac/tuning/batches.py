@@ -15,7 +15,9 @@ from sj_tac.errors import BatchError
 
 @dataclass(frozen=True)
 class Batch:
-    """Frames [T, N, ...] (floating point) and labels [N] (integer class indices), or None where there are none.
+    """Frames [T, N, ...] (floating point; of the model's dtype, if there is a model) and labels [N] (integer class indices).
+
+    ``labels`` are None where there are none.
 
     Attributes:
         batch_first: the net takes [N, T, ...].
@@ -56,20 +58,22 @@ def read(batches: Any, model: nn.Module | None = None) -> Iterator[Batch]:
 
     Args:
         batches: an iterable (a list, a DataLoader, a generator) of frames [T, N, C, H, W] or of (frames, labels) with
-            labels [N]; a single tensor or pair of tensors counts as one batch. Whole-number frames become float32.
+            labels [N]; a single tensor or pair of tensors counts as one batch. Frames become what the net's weights are,
+            such as float32; without a net, whole numbers do.
         model: the net that takes them; where that takes [N, T, ...], so are the frames. Whether it does is tried.
 
     Raises:
-        BatchError: no batch at all, something else than frames, no sample, one frame, T that changes, NaN or infinite
-            frames, or labels that do not fit.
+        BatchError: no batch at all, something else than frames, sparse or complex ones, no sample, one frame, T that
+            changes, NaN or infinite frames, or labels that do not fit.
     """
     steps = None
+    dtype = None if model is None else _dtype(model)
     number = -1
     batch_first = False
     for number, item in enumerate(_items(batches)):
         if number == 0 and model is not None:
             batch_first = _takes_batch_first(model, item)
-        batch = _checked(item, number, batch_first)
+        batch = _checked(item, number, batch_first, dtype)
         if steps not in (None, batch.steps):
             raise BatchError(
                 f"batch {number} has T = {batch.steps} frames (shape {list(batch.frames.shape)}), those before it "
@@ -115,13 +119,41 @@ def _items(batches: Any) -> Iterable[Any]:
 def _takes_batch_first(model: nn.Module, item: Any) -> bool:
     """Whether the net takes frames [N, T, ...], by trial on a few of them; nothing is said of what cannot be run."""
     frames = item[0] if isinstance(item, (tuple, list)) and len(item) == 2 else item
-    if not isinstance(frames, Tensor) or frames.dim() < 3 or 0 in frames.shape:
+    if not isinstance(frames, Tensor) or unfit(frames) or frames.dim() < 3 or 0 in frames.shape:
         return False
-    few = Batch(frames if frames.is_floating_point() else frames.float()).on(model).frames
-    return time_axis(model, few[:, :2]) != 0 and time_axis(model, few[:2]) == 1
+    few = fitted(frames[:2], model), fitted(frames[:, :2], model)
+    return time_axis(model, few[1]) != 0 and time_axis(model, few[0]) == 1
 
 
-def _checked(item: Any, number: int, batch_first: bool = False) -> Batch:
+def _dtype(model: nn.Module) -> torch.dtype | None:
+    return next((t.dtype for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), None)
+
+
+def fitted(frames: Tensor, model: nn.Module) -> Tensor:
+    """Frames on the model's device, of its dtype."""
+    return Batch(_cast(frames, _dtype(model))).on(model).frames
+
+
+def _cast(frames: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None:
+        return frames.to(dtype)
+    return frames if frames.is_floating_point() else frames.float()
+
+
+def unfit(frames: Tensor) -> str:
+    """Why a tensor can hold no frames, whatever its shape, and what to do; nothing where it can."""
+    if frames.is_nested:
+        return "is a nested tensor; bin all recordings into the same number of frames"
+    if frames.layout is not torch.strided:
+        return f"is sparse ({frames.layout}); give dense frames: frames.to_dense()"
+    if frames.is_quantized:
+        return f"is quantized ({frames.dtype}); give plain frames: frames.dequantize()"
+    if frames.is_complex():
+        return f"is complex ({frames.dtype}); give real frames: their magnitude, or both parts as channels"
+    return "is on the meta device, without values" if frames.device.type == "meta" else ""
+
+
+def _checked(item: Any, number: int, batch_first: bool, dtype: torch.dtype | None) -> Batch:
     frames, labels = item, None
     if isinstance(item, (tuple, list)) and len(item) == 2:
         frames, labels = item
@@ -129,6 +161,8 @@ def _checked(item: Any, number: int, batch_first: bool = False) -> Batch:
         raise BatchError(
             f"batch {number} is a {type(item).__name__}; a batch is a tensor of frames [T, N, C, H, W] or (frames, labels)"
         )
+    if unfit(frames):
+        raise BatchError(f"batch {number} {unfit(frames)}")
     shape = list(frames.shape)
     if frames.dim() < 3:
         raise BatchError(f"batch {number} has shape {shape}; frames are [T, N, C, H, W] (at least [T, N, features])")
@@ -143,12 +177,12 @@ def _checked(item: Any, number: int, batch_first: bool = False) -> Batch:
             f"batch {number} has one frame a sample (shape {shape}); with T = 1 there is no time to aggregate. Time comes "
             "first: [T, N, C, H, W]"
         )
-    if not frames.is_floating_point():
-        frames = frames.float()
+    frames = _cast(frames, dtype)
     if not torch.isfinite(frames).all():
         bad = int((~torch.isfinite(frames)).sum())
         raise BatchError(
-            f"batch {number} (shape {shape}) has {bad} values that are NaN or infinite; mend or drop those samples"
+            f"batch {number} (shape {shape}) has {bad} values that are NaN or infinite as {frames.dtype}; "
+            "mend or drop those samples"
         )
     return Batch(frames, labels, batch_first)
 
@@ -156,7 +190,7 @@ def _checked(item: Any, number: int, batch_first: bool = False) -> Batch:
 def _labels(labels: Any, shape: list[int], number: int) -> Tensor | None:
     if labels is None:
         return None
-    labels = labels if isinstance(labels, Tensor) else torch.as_tensor(labels)
+    labels = as_labels(labels, f"batch {number}")
     if labels.dim() != 1 or labels.is_floating_point() or len(labels) != shape[1]:
         swapped = labels.dim() >= 1 and len(labels) == shape[0]
         hint = "; the frames look like [N, T, ...]: transpose(0, 1) puts time first" if swapped else ""
@@ -165,4 +199,20 @@ def _labels(labels: Any, shape: list[int], number: int) -> Tensor | None:
             f"expected {shape[1]} class indices [N]{hint}"
         )
     found: Tensor = labels.long()
+    return found
+
+
+def as_labels(labels: Any, where: str) -> Tensor:
+    """Labels as a tensor, of whatever shape. Raises BatchError: text, and what else is none."""
+    try:
+        found = labels if isinstance(labels, Tensor) else torch.as_tensor(labels)
+    except Exception as error:  # torch raises TypeError, ValueError and RuntimeError here
+        told = repr(labels)
+        told = told if len(told) < 60 else told[:60] + " ..."
+        raise BatchError(
+            f"{where} has labels that are no numbers ({type(labels).__name__}: {told}); give "
+            "class indices [N], 0 for the first class"
+        ) from error
+    if unfit(found):
+        raise BatchError(f"{where} has labels of which the tensor {unfit(found)}")
     return found
