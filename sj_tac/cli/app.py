@@ -9,8 +9,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +20,9 @@ from rich.table import Table
 
 # What takes seconds to import is imported by the command that needs it: help and slips come at once.
 import sj_tac
-from sj_tac.cli import named
+from sj_tac.cli import named, results
 from sj_tac.cli.named import UsageError
-from sj_tac.errors import ConversionError, MeasurementInterrupted, SearchError, SearchInterrupted, SjTacError
+from sj_tac.errors import ConversionError, SearchError, SearchInterrupted, SjTacError
 
 app = typer.Typer(
     name="sj-tac",
@@ -68,54 +66,6 @@ def _loader(model: str | None) -> Any:
     return load
 
 
-def _write(net: Any, out: Path) -> None:
-    """A converted net: as plain tensors where the suffix says so, otherwise whole."""
-    import torch
-
-    from sj_tac.support import archive
-    from sj_tac.support.files import write_whole
-
-    if out.suffix in archive.SAFETENSORS:
-        sj_tac.save(net, out)
-    else:
-        write_whole(out, lambda draft: torch.save(net, draft))
-    print(f"Written: {out}", file=sys.stderr)
-
-
-def _show(result: Any, as_json: bool) -> None:
-    if as_json:
-        print(result.to_json())
-    else:
-        console = Console()
-        (console if console.is_terminal else Console(width=125)).print(*result.parts())
-
-
-def _write_html(found: Any, path: Path | None) -> None:
-    if path is not None:
-        found.to_html(path)
-        print(f"Written: {path}", file=sys.stderr)
-
-
-@contextmanager
-def _what_there_is(as_json: bool, save: Callable[[Any], object] | None = None) -> Iterator[None]:
-    """Write and show what an interrupted measurement has finished, name it, and end with 130."""
-    try:
-        yield
-    except MeasurementInterrupted as stopped:
-        if stopped.found is not None:
-            if save is not None:
-                save(stopped.found)
-            _show(stopped.found, as_json)
-        print(f"sj-tac: {stopped}", file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
-def _saved(found: Any, out: Path | None) -> None:
-    if out is not None:
-        found.save(out)
-        print(f"Written: {out}", file=sys.stderr)
-
-
 def _example(held: list[Any] | None, net: Any) -> Any:
     """A few samples of the batches, as an example input."""
     from sj_tac.tuning.batches import read
@@ -135,12 +85,13 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """A dry run: what would become of every convolution, and why. Exit status 1 where none can be converted."""
+    named.check_outputs({"html": html}, model=model, checkpoint=checkpoint, policy=policy, data=data)
     load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, 2, batch_first, net) if data else None
     found = sj_tac.plan(net, policy, k, example_input=_example(held, net))
-    _write_html(found, html)
-    _show(found, as_json)
+    results.write_html(found, html)
+    results.show(found, as_json, html)
     if not found.converted:
         raise typer.Exit(1)
 
@@ -163,9 +114,10 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert a net and save it whole: class, weights and policy. Its state_dict fits the source's class, strictly."""
-    named.check_outputs({"out": out, "html": html}, checkpoint=checkpoint, policy=policy, data=data)
+    named.check_outputs({"out": out, "html": html}, model=model, checkpoint=checkpoint, policy=policy, data=data)
     load = _loader(model)
     net = load.model(model, checkpoint)
+    results.check_can_be_whole(net, out)
     held = load.batches(data, batch_size, batch_first, net) if data else None
     if held is None and (recalibrate or match or policy == "auto"):
         asked = "--recalibrate" if recalibrate else "--match" if match else "--policy auto"
@@ -175,11 +127,11 @@ def convert(
     fast = sj_tac.convert(net, policy, k, example_input=_example(held, net), calibration=calibration, match=wanted)
     if recalibrate:
         sj_tac.recalibrate(fast, held)
-    _write(fast, out)
+    results.write(fast, out)
     # On the page with rates and times, where there are frames to measure them on.
     found = sj_tac.report(fast, held if html is not None else None)
-    _write_html(found, html)
-    _show(found, as_json)
+    results.write_html(found, html)
+    results.show(found, as_json, out, html)
 
 
 @app.command(
@@ -199,17 +151,16 @@ def match(
     as_json: AsJson = False,
 ) -> None:
     """Convert a net, and correct it by unlabeled data so that it answers as its source does."""
-    named.check_outputs({"out": out}, checkpoint=checkpoint, policy=policy, data=data)
+    named.check_outputs({"out": out}, model=model, checkpoint=checkpoint, policy=policy, data=data)
     load = _loader(model)
     net = load.model(model, checkpoint)
+    results.check_can_be_whole(net, out)
     held = load.batches(data, batch_size, batch_first, net)
     fast = sj_tac.convert(net, policy, k, example_input=_example(held, net))
-    with _what_there_is(as_json, lambda found: None if out is None else _write(fast, out)):
+    with results.what_there_is(as_json, out, lambda found: results.write(fast, out)):
         found = sj_tac.match(fast, held, method=method, seed=seed)
-    assert found is not None
-    if out is not None:
-        _write(fast, out)
-    _show(found, as_json)
+    results.write(fast, out)
+    results.show(found, as_json, out)
 
 
 @app.command(epilog=EPILOG + "sj-tac diagnose --data gestures.npz")
@@ -229,11 +180,11 @@ def diagnose(
     net = None if model is None else load.model(model, checkpoint)
     try:
         held = load.batches(data, batch_size, batch_first, net)
-        with _what_there_is(as_json):
+        with results.what_there_is(as_json, None):
             found = sj_tac.diagnose(held, net, level=level, margin=margin, seed=seed)
     except ValueError as error:
         raise error if isinstance(error, SjTacError) else UsageError(str(error)) from error
-    _show(found, as_json)
+    results.show(found, as_json)
 
 
 @app.command(epilog=EPILOG + "sj-tac sensitivity nets:EventNet --checkpoint events.pt --data events.npz --out layers.json")
@@ -252,13 +203,14 @@ def sensitivity(
     as_json: AsJson = False,
 ) -> None:
     """Convert every layer alone: what it changes, and what it saves."""
+    named.check_outputs({"out": out}, pictures=("out",), model=model, checkpoint=checkpoint, data=data)
     load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
-    with _what_there_is(as_json, partial(_saved, out=out)):
+    with results.what_there_is(as_json, out, partial(results.save, out=out)):
         found = sj_tac.sensitivity(net, held, ks, modes, layers=layers, rounds=rounds, seed=seed)
-    _saved(found, out)
-    _show(found, as_json)
+    results.save(found, out)
+    results.show(found, as_json, out)
 
 
 @app.command(epilog=EPILOG + "sj-tac search nets:EventNet --checkpoint events.pt --data events.npz --out policy.yaml")
@@ -290,10 +242,12 @@ def search(
 ) -> None:
     """The fastest policy within an accuracy budget, as a policy file. Exit status 1 where there is none."""
     begun = time.monotonic()
+    written = {"out": out, "log": log, "html": html, "evidence": evidence}
+    named.check_outputs(written, pictures=("evidence",), model=model, checkpoint=checkpoint, data=data, metric=metric)
     load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
-    measure: Any = load.factory(metric, "metric") if metric and ":" in metric else metric
+    measure: Any = named.function(metric, "metric") if metric and ":" in metric else metric
     left = None if time_limit is None else time_limit - (time.monotonic() - begun)
     if left is not None and left <= 0:
         raise UsageError(f"--time-limit {time_limit:g} was over before the model and its data were read")
@@ -312,8 +266,8 @@ def search(
     found.save(out)
     if html is not None:
         dry = sj_tac.plan(net, found, example_input=_example(held, net))
-        _write_html(replace(dry, title=f"{type(net).__name__}, searched", evidence=found.evidence), html)
-    _show(found.evidence, as_json)
+        results.write_html(replace(dry, title=f"{type(net).__name__}, searched", evidence=found.evidence), html)
+    results.show(found.evidence, as_json, *written.values())
     print(f"Written: {out}", file=sys.stderr)
 
 
@@ -345,18 +299,21 @@ def bench(
     """The net beside its conversions: accuracy, agreement, firing rate, MACs, milliseconds."""
     from sj_tac.support import memory
 
+    named.check_outputs(
+        {"out": out}, pictures=("out",), model=model, checkpoint=checkpoint, data=data, policy=policies, match=match
+    )
     if keep_memory and not memory.keep_memory():
         print("sj-tac: --keep-memory does nothing here: the allocator is not glibc's", file=sys.stderr)
     load = _loader(model)
     net = load.model(model, checkpoint)
     held = load.batches(data, batch_size, batch_first, net)
     by = load.batches(match, batch_size, batch_first, net) if match else None
-    with _what_there_is(as_json, partial(_saved, out=out)):
+    with results.what_there_is(as_json, out, partial(results.save, out=out)):
         found = sj_tac.bench(
             net, held, policies, title=f"{model}, {data}", rounds=rounds, compiled=compiled, seed=seed, match=by
         )
-    _saved(found, out)
-    _show(found, as_json)
+    results.save(found, out)
+    results.show(found, as_json, out)
 
 
 @app.command(epilog=EPILOG + "sj-tac env --json")

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rewrites.axes import time_axis
-from sj_tac.cli.named import UsageError as UsageError, called, factory as factory
+from sj_tac import host
+from sj_tac.cli.named import UsageError as UsageError, called, factory as factory, listed
 from sj_tac.support import archive
-from sj_tac.tuning.batches import Batch
+from sj_tac.tuning.batches import as_labels, fitted, unfit
+from sj_tac.tuning.measure import run
 
 SUFFIXES = (".npy", ".npz", ".pt")
 FRAMES, LABELS = ("frames", "x", "data"), ("labels", "y", "targets")
@@ -34,7 +36,7 @@ def model(spec: str, checkpoint: Path | None) -> nn.Module:
         weights = _weights(checkpoint)
         try:
             net.load_state_dict(weights)
-        except RuntimeError as error:
+        except Exception as error:  # of modules that read their part of it themselves
             told = " ".join(str(error).split())
             raise UsageError(f"checkpoint {checkpoint} does not fit {spec}: {told[:600]}") from error
     return net.eval()
@@ -76,14 +78,19 @@ def _torch_file(path: Path, what: str) -> Any:
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Any]:
-    if isinstance(content, dict):
-        if all(isinstance(value, Tensor) for value in content.values()):
-            return content
-        for key in WRAPPED:
-            if isinstance(content.get(key), dict):
-                return dict(content[key])
+    if not isinstance(content, dict):
+        raise UsageError(f"checkpoint {path} holds a {type(content).__name__}, not a state_dict")
+    plain = all(isinstance(value, Tensor) for value in content.values())
+    wrapped = [content[key] for key in WRAPPED if isinstance(content.get(key), dict)]
+    if not plain and not wrapped:
         raise UsageError(f"checkpoint {path} has keys {list(content)[:8]}; none of {WRAPPED} holds a state_dict")
-    raise UsageError(f"checkpoint {path} holds a {type(content).__name__}, not a state_dict")
+    found = content if plain else wrapped[0]
+    others = [key for key in found if not isinstance(key, str)]
+    if others:
+        raise UsageError(
+            f"checkpoint {path} has the key {others[0]!r} ({type(others[0]).__name__}); those of a state_dict are names"
+        )
+    return dict(found)
 
 
 def batches(spec: str, batch_size: int, batch_first: bool, net: nn.Module | None = None) -> list[Any]:
@@ -113,41 +120,79 @@ def batches(spec: str, batch_size: int, batch_first: bool, net: nn.Module | None
             raise UsageError(
                 f"data {spec!r} is a {type(found).__name__}; frames, a pair (frames, labels) or batches are wanted"
             )
-        items = list(found)
-        _check_order(net, items[0] if items else None, batch_first)
+        items = listed(found, spec, "data")
+        _check_taken(net, items[0] if items else None, batch_first, f"batch 0 of data {spec!r}")
         return [_turned(item) for item in items] if batch_first and net is None else items
     frames, labels = found
+    if unfit(frames):
+        raise UsageError(f"data {spec!r} {unfit(frames)}")
     if frames.dim() < 3:
         raise UsageError(f"data {spec!r} has shape {list(frames.shape)}; frames are [T, N, C, H, W]")
     if batch_first and net is None:
         frames = frames.transpose(0, 1)
     dim = 0 if batch_first and net is not None else 1
-    if labels is not None and len(labels) != frames.shape[dim]:
-        hint = "; --batch-first is for frames [N, T, ...]" if dim == 1 and len(labels) == frames.shape[0] else ""
-        order = "[T, N, ...]" if dim == 1 else "[N, T, ...]"
-        raise UsageError(f"data {spec!r} has {len(labels)} labels for frames {list(frames.shape)}, {order}{hint}")
-    _check_order(net, frames, batch_first)
+    labels = _labels(labels, frames, dim, spec)
     parts = frames.split(batch_size, dim=dim)
+    _check_taken(net, parts[0], batch_first, f"data {spec!r} (frames {list(frames.shape)})")
     if labels is None:
         return list(parts)
     return [(part, labels[i * batch_size : (i + 1) * batch_size]) for i, part in enumerate(parts)]
 
 
-def _check_order(net: nn.Module | None, item: Any, batch_first: bool) -> None:
-    """Raise UsageError where the net is seen to take frames the other way round than they were said to be."""
+def _labels(labels: Any, frames: Tensor, dim: int, spec: str) -> Tensor | None:
+    """One for each sample, which frames have in dimension ``dim``. Raises UsageError."""
+    if labels is None:
+        return None
+    found = as_labels(labels, f"data {spec!r}")
+    if found.dim() == 0:
+        raise UsageError(f"data {spec!r} has one label, {found}, for frames {list(frames.shape)}; labels are [N]")
+    if len(found) != frames.shape[dim]:
+        hint = "; --batch-first is for frames [N, T, ...]" if dim == 1 and len(found) == frames.shape[0] else ""
+        order = "[T, N, ...]" if dim == 1 else "[N, T, ...]"
+        raise UsageError(f"data {spec!r} has {len(found)} labels for frames {list(frames.shape)}, {order}{hint}")
+    return found
+
+
+def _check_taken(net: nn.Module | None, item: Any, batch_first: bool, where: str) -> None:
+    """Raise UsageError where the net is seen to take frames the other way round than they were said to be, or not at all.
+
+    Args:
+        item: a batch. where: what an error calls it.
+    """
     frames = item[0] if isinstance(item, (tuple, list)) and len(item) == 2 else item
-    if net is None or not isinstance(frames, Tensor) or frames.dim() < 3 or 0 in frames.shape:
+    if net is None or not isinstance(frames, Tensor) or unfit(frames) or frames.dim() < 3 or 0 in frames.shape:
         return
-    few = Batch(frames[:2] if batch_first else frames[:, :2]).on(net).frames
-    found = time_axis(net, few if few.is_floating_point() else few.float())
+    few = fitted(frames[:2] if batch_first else frames[:, :2], net)
+    found = time_axis(net, few)
     if found == 0 and batch_first:
         raise UsageError("--batch-first: this net takes frames [T, N, ...]; turn the data round, and drop --batch-first")
     if found == 1 and not batch_first:
         raise UsageError("this net takes frames [N, T, ...]: give them in that order, with --batch-first")
+    # A net whose N is fixed takes its own number of samples only.
+    failed = _failure(net, few) and _failure(net, fitted(frames, net))
+    if failed:
+        order = "[N, T, C, H, W]" if batch_first else "[T, N, C, H, W]"
+        raise UsageError(
+            f"{where}: {type(net).__name__} does not run on a batch {list(frames.shape)} of it ({failed}); give frames "
+            f"{order} of the shape that it takes"
+        )
+
+
+def _failure(net: nn.Module, frames: Tensor) -> str:
+    """Why the net does not run on frames; nothing where it does."""
+    try:
+        with host.looked_at(net):
+            run(net, frames)
+    except Exception as error:  # of a forward that is the user's
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    return ""
 
 
 def _turned(item: Any) -> Any:
-    return (item[0].transpose(0, 1), item[1]) if isinstance(item, (tuple, list)) else item.transpose(0, 1)
+    """A batch the other way round; what is none is refused by who reads batches."""
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return (_turned(item[0]), item[1])
+    return item.transpose(0, 1) if isinstance(item, Tensor) and item.dim() > 1 else item
 
 
 def _file(path: Path) -> Any:

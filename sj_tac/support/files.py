@@ -31,7 +31,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
     target = Path(path)
     special = False
     try:
-        special = _is_special(target)
+        special = is_special(target)
         if special:
             _pour(target, write)
         else:
@@ -51,7 +51,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def check_place(path: str | os.PathLike[str]) -> None:
     """What can be known before hours of work: whether there can be a file. Raises WriteError: as ``write_whole``."""
     target = Path(path)
-    if _is_special(target):
+    if is_special(target):
         return
     folder = Path(os.path.realpath(target)).parent
     while not os.path.exists(folder) and folder != folder.parent:
@@ -65,7 +65,7 @@ def check_place(path: str | os.PathLike[str]) -> None:
 def beside(path: str | os.PathLike[str], suffix: str) -> Path:
     """The place of a picture beside a file. Raises WriteError: there is none, or it is that of the file itself."""
     target = Path(path)
-    if _is_special(target):
+    if is_special(target):
         raise WriteError(f"{target} is no file, beside which the {suffix} could stand; name a file")
     if target.suffix.lower() == suffix:
         raise WriteError(f"{target} would be replaced by the picture that is written beside it; name a .json, say")
@@ -79,8 +79,9 @@ def own_descriptor(path: str | os.PathLike[str]) -> int | None:
     return int(found[1]) if found else _STANDARD.get(name)
 
 
-def _is_special(target: Path) -> bool:
+def is_special(path: str | os.PathLike[str]) -> bool:
     """Whether bytes are to be written into what stands there. Raises WriteError: nothing can be written there at all."""
+    target = Path(path)
     if own_descriptor(target) is not None:
         return True
     try:

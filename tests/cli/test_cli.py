@@ -161,6 +161,8 @@ def invoked(monkeypatch, capsys, status, *arguments):
     return text.out, text.err
 
 
+PLAN = ["plan", "nets:DigitNet"]
+SEARCH = ["search", "nets:DigitNet", "--data", "digits.npy", "--k", "2", "--out", "p.yaml", "--metric"]
 WRONG = [
     (2, "Missing argument", ["plan"]),
     (2, "No such option: --polcy", ["plan", "nets:DigitNet", "--polcy", "x"]),
@@ -182,6 +184,18 @@ WRONG = [
     (2, "--batch-first is for frames [N, T, ...]", ["diagnose", "--data", "turned.npz"]),
     (2, "values that are NaN", ["diagnose", "--data", "nan.npy"]),
     (2, "has shape [4, 3]; frames are", ["diagnose", "--data", "flat.npy"]),
+    (2, "(frames [4, 3, 2, 28, 28]): DigitNet does not run on a batch [4, 2, 2, 28, 28]", [*PLAN, "--data", "channels.npy"]),
+    (2, "give frames [T, N, C, H, W] of the shape that it takes", ["bench", "nets:DigitNet", "--data", "channels.npy"]),
+    (2, "data 'bare:sparse' is sparse (torch.sparse_coo); give dense frames", [*PLAN, "--data", "bare:sparse"]),
+    (2, "data 'complex.npy' is complex", ["diagnose", "--data", "complex.npy"]),
+    (2, "has one label, 3, for frames [4, 3, 1, 2, 2]", ["diagnose", "--data", "one.npz"]),
+    (2, "has labels that are no numbers (str: 'abc')", ["diagnose", "--data", "text.pt"]),
+    (2, "has the key 3 (int); those of a state_dict are names", ["plan", "nets:DigitNet", "--checkpoint", "numbered.pt"]),
+    (2, "has the key 1 (int); those of a state_dict are names", ["plan", "nets:DigitNet", "--checkpoint", "wrapped.pt"]),
+    (2, "data 'bare:gen' failed with RuntimeError: disk gone (", ["diagnose", "--data", "bare:gen"]),
+    (2, "metric 'bare:metric' failed with ValueError: mine (", [*SEARCH, "bare:metric"]),
+    (2, "metric 'bare:number' is a int; name a function", [*SEARCH, "bare:number"]),
+    (2, "batch 0 is a str", ["diagnose", "--data", "bare:words", "--batch-first"]),
     (2, "level=2.0 must be in (0, 1)", ["diagnose", "--data", "good.npy", "--level", "2"]),
     (2, "--policy auto needs --data", ["convert", "nets:DigitNet", "--out", "x.pt", "--policy", "auto"]),
     (2, "write the k after a colon", ["plan", "nets:DigitNet", "--policy", "preserve:x"]),
@@ -204,7 +218,18 @@ def folder(tmp_path, monkeypatch):
     Path("bare.py").write_text(
         "from torch import nn\nfrom spikingjelly.activation_based import layer\n"
         "def Bare():\n    return nn.Sequential(layer.Conv2d(1, 1, 3, step_mode='m'))\n"
+        "import torch\nnumber = 3\nwords = ['abc', 'abd']\n"
+        "def sparse():\n    return torch.ones(4, 3, 1, 28, 28).to_sparse()\n"
+        "def gen():\n    yield torch.rand(4, 3, 1, 2, 2)\n    raise RuntimeError('disk gone')\n"
+        "def metric(net, batches):\n    raise ValueError('mine')\n"
     )
+    np.save("channels.npy", np.ones((4, 3, 2, 28, 28), np.float32))
+    np.save("digits.npy", np.ones((4, 3, 1, 28, 28)))
+    np.save("complex.npy", good.astype(np.complex64))
+    np.savez("one.npz", frames=good, labels=np.int64(3))
+    torch.save((torch.from_numpy(good), "abc"), "text.pt")
+    torch.save({**nets.DigitNet().state_dict(), 3: torch.zeros(1)}, "numbered.pt")
+    torch.save({"state_dict": {1: 2}}, "wrapped.pt")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -224,6 +249,11 @@ def test_wrong_input_is_one_message_and_writes_nothing(folder, capsys, monkeypat
 def test_a_plan_with_nothing_to_convert_shows_why_and_ends_with_1(folder, capsys, monkeypatch):
     out, _ = invoked(monkeypatch, capsys, 1, "plan", "bare:Bare")
     assert "NO_NEURON" in out
+
+
+def test_frames_of_numpys_own_dtype_are_taken(folder, capsys, monkeypatch):
+    out, _ = invoked(monkeypatch, capsys, 0, "plan", "nets:DigitNet", "--data", "digits.npy", "--json")
+    assert {v["status"] for v in json.loads(out)["verdicts"]} == {"converted"}
 
 
 def test_a_search_without_an_answer_ends_with_1(folder, capsys, monkeypatch, data):
