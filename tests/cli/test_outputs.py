@@ -95,7 +95,7 @@ NOWHERE = [
     (["search", NET, *DATA, "--out", "."], "--out: . cannot be written: it is a folder"),
     (["search", NET, *DATA, "--out", "own.pt/p.yaml"], "own.pt is no folder"),
     (["match", NET, *DATA, "--out", "folder"], "--out: folder cannot be written: it is a folder"),
-    (["bench", NET, *DATA, "--out", "/dev/stdout"], "is no file, beside which the .png could stand"),
+    (["bench", NET, *DATA, "--out", "/dev/fd/1"], "is no file, beside which the .png could stand"),
     (["convert", "thenet:hooked", "--out", "o.pt"], "with a name that ends in .safetensors its tensors and policy"),
     (["match", "thenet:hooked", *DATA, "--out", "o.pt"], "the net cannot be written whole"),
 ]
@@ -131,8 +131,8 @@ def test_figures_and_their_picture_are_two_files_in_python_too(folder, monkeypat
 
 def test_stdout_as_out_holds_nothing_else(folder):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, "-W", "ignore", "-m", "sj_tac", "plan", NET, "--html", "/dev/stdout", "--json"]
+    command = [sys.executable, "-W", "ignore", "-m", "sj_tac", "plan", NET, "--html", "/dev/fd/1", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.lstrip().lower().startswith("<!doctype html>")
     assert done.stdout.rstrip().endswith("</html>")
-    assert json.loads(done.stderr.partition("Written: /dev/stdout")[2])["verdicts"]
+    assert json.loads(done.stderr.partition("Written: /dev/fd/1")[2])["verdicts"]
