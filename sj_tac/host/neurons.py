@@ -116,6 +116,9 @@ def neuron_problem(node: Any) -> str:
         return "store_v_seq wants every step's voltage"
     if getattr(node, "_neuron_precision", None) is not None:
         return "the neuron has a precision of its own"
+    reset = node.v_reset
+    if isinstance(reset, Tensor) and reset.numel() != 1:
+        return f"its v_reset is a tensor {list(reset.shape)}, and kernels know one for all neurons"
     if torch.is_grad_enabled():
         for name in ("tau", "v_reset"):
             value = getattr(node, name, None)

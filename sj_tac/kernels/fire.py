@@ -74,6 +74,7 @@ class Call(NamedTuple):
 
     Attributes:
         lengths: steps on each drive; empty: one on each, however many there are. v: voltages, or None at rest.
+        frame: the dimensions of a frame, where these are no maps: the neuron's numbers may be tensors that go by them.
     """
 
     y: Tensor
@@ -88,6 +89,7 @@ class Call(NamedTuple):
     group: int = 1
     merge: bool = False
     normalize: bool = True
+    frame: Sequence[int] | None = None
 
 
 def as_maps(x: Tensor) -> Tensor:
@@ -111,6 +113,32 @@ def _check(call: Call, linear: Tensor | None) -> None:
     )  # fmt: skip
 
 
+def _steps(call: Call, linear: Tensor | None, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Spikes of drives behind the affine map, and the last voltages. The neuron meets frames of their own dimensions."""
+    node, maps = call.node, y.shape[1:]
+    frame = maps if call.frame is None else call.frame
+    y, v = y.reshape(y.shape[0], *frame), v.reshape(frame)
+    if linear is None:
+        drives = reference.repeat(y, call.lengths)
+        if call.residual is not None:
+            drives = drives + call.residual.to(drives.dtype).view_as(drives)
+        spikes, v = host.steps_on(node, drives, v)
+    else:
+        rest, fired = host.resting_voltage(node), []
+        for drive, (beta, gamma) in zip(y, linear, strict=True):
+            spike, v = host.fire_and_reset(node, rest + beta * (v - rest) + gamma * drive)
+            fired.append(spike)
+        spikes = torch.stack(fired)
+    if call.frame is None:
+        return spikes, v
+    if spikes.shape[1:] != torch.Size(frame):
+        raise ValueError(
+            f"{type(node).__name__} makes frames {list(spikes.shape[1:])} of frames {list(frame)}: a number of it, as "
+            "v_threshold, is a tensor of more places than a frame has; give it a shape that broadcasts to the frame's"
+        )
+    return spikes.reshape(spikes.shape[0], *maps), v.reshape(maps)
+
+
 def run_reference(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     """The definition in plain PyTorch; linear: [G, 2], beta and gamma of merged steps, or None."""
     _check(call, linear)
@@ -119,15 +147,7 @@ def run_reference(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     v = torch.full_like(y[0], host.resting_voltage(node)) if call.v is None else call.v
     if call.scale is not None and call.shift is not None:
         y = y * call.scale.view(-1, 1, 1) + call.shift.view(-1, 1, 1)
-    if linear is None:
-        drives = reference.repeat(y, call.lengths)
-        spikes, v = host.steps_on(node, drives if call.residual is None else drives + call.residual.to(drives.dtype), v)
-    else:
-        rest, fired = host.resting_voltage(node), []
-        for drive, (beta, gamma) in zip(y, linear, strict=True):
-            spike, v = host.fire_and_reset(node, rest + beta * (v - rest) + gamma * drive)
-            fired.append(spike)
-        spikes = torch.stack(fired)
+    spikes, v = _steps(call, linear, y, v)
     if pool is not None:
         spikes = host.pool_frames(pool, spikes)
     if weights is None:
@@ -229,7 +249,7 @@ def run(kernel: str, call: Call, linear: Tensor | None = None) -> tuple[Tensor, 
     Raises:
         ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
     """
-    y, node, lengths, v, residual, scale, shift, _, weights, _, merge, normalize = call
+    y, node, lengths, v, residual, scale, shift, _, weights, _, merge, normalize, _ = call
     if residual is not None and (merge or residual.dtype is not y.dtype):
         raise ValueError(
             f"fire got a residual {list(residual.shape)} of {residual.dtype} with drives of {y.dtype}, merge={merge}; it "

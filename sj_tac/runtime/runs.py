@@ -84,11 +84,14 @@ class Run:
             threshold = node.v_threshold
         numbers = {name: held[name] for name in _NUMBERS if name in held}
         parameters = held["_parameters"]
-        also = threshold, numbers.get("tau", parameters.get("tau")), numbers.get("v_reset", parameters.get("v_reset"))
+        also = [threshold, numbers.get("tau", parameters.get("tau")), numbers.get("v_reset", parameters.get("v_reset"))]
+        surrogate = held["_modules"].get("surrogate_function")
+        if surrogate is not None and self.wants:  # its alpha is for gradients alone
+            own = surrogate.__dict__
+            also += [own.get("alpha"), *own["_parameters"].values(), *own["_buffers"].values()]
         self._also = [x for x in also if isinstance(x, Tensor)]
         versions += [None if x.is_inference() else x._version for x in self._also]
         self.given, self._versions = tuple(given), versions
-        surrogate = held["_modules"].get("surrogate_function")
         self._numbers = numbers, surrogate, None if surrogate is None else dict(surrogate.__dict__)
         self._w = _number(inputs.w)
 
@@ -103,12 +106,13 @@ class Run:
             node = _twin(node)
             node.__dict__["_parameters"] = {"w": w}
         kernel, _ = kernels.choose(unit.backend, node, pool, y.device, y.dtype, self.wants)
+        frame = None if len(self.frame) == 4 else self.frame
         call = kernels.Call(
-            y, node, self.lengths, v, residual, scale, shift, pool, weights, size, self.merges, self.normalize
+            y, node, self.lengths, v, residual, scale, shift, pool, weights, size, self.merges, self.normalize, frame
         )
         out, last = kernels.run(kernel, call)
         unit.ran, unit.convolved = kernel, False
-        if len(self.frame) != 4:
+        if frame is not None:
             out, last = out.reshape(out.shape[0], *self.frame), of_shape(last, self.frame)
         return out, last
 
