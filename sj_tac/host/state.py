@@ -28,10 +28,20 @@ def take_state(node: Any, frames: Tensor) -> Tensor:
         states = node.materialize_states((frames,), tuple(node._memories.values()), "m")
         voltage: Tensor = states[0]
         return voltage
-    if isinstance(node.v, float):
-        node.v = torch.full_like(frames[0], node.v, dtype=wide_dtype(frames.dtype))
-    held: Tensor = node.v
-    return held
+    wide, held = wide_dtype(frames.dtype), node.v
+    if not isinstance(held, Tensor):
+        node.v = held = torch.full_like(frames[0], held, dtype=wide)
+    if not held.is_floating_point():
+        held = held.to(wide)
+    return held if held.shape == frames.shape[1:] else _broadcast(held, frames.shape[1:])
+
+
+def _broadcast(voltage: Tensor, frame: torch.Size) -> Tensor:
+    """A voltage that the user set for all samples, or all places, for each; one of another shape as it is."""
+    try:
+        return voltage.expand(frame).contiguous()
+    except RuntimeError:  # the kernels' check has words for it
+        return voltage
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,7 +52,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def is_at_rest(node: Any) -> bool:
     """True where the neuron has not run since its reset: its voltage is still the number it is reset to, the resting one."""
     voltage = node._memories["v"]
-    return isinstance(voltage, float) and voltage == resting_voltage(node)
+    return isinstance(voltage, (float, int)) and voltage == resting_voltage(node)
 
 
 def carries_state(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ class ByState:
 
     def materialize_states(self, inputs: tuple[Any, ...], states: tuple[Any, ...], step_mode: str) -> tuple[Any, ...]:
         x = inputs[0]
+        if isinstance(states[0], Real) and not isinstance(states[0], float):
+            # The host makes a tensor of a float alone, and has its steps broadcast what else a user sets, as v = 1.
+            states = (float(states[0]), *states[1:])
         wide = host.wide_dtype(x.dtype)
         if step_mode == "m" and x.dtype != wide and self._neuron_precision is None and not self._tac.head:
             # The host keeps the voltage in the input's dtype; a decay of a half voltage loses small drives for good.

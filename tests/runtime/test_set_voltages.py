@@ -1,0 +1,95 @@
+"""Voltages that the user sets: numbers, tensors that broadcast, tensors in another memory format."""
+
+import copy
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron
+from support import awake, frames, only_v2
+from torch import nn
+
+import sj_tac
+from sj_tac import host
+
+X = frames(4, 3, 2, 6, 6, dtype=torch.float64)
+
+
+def built():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        layer.Conv2d(2, 4, 3, padding=1, bias=False), layer.BatchNorm2d(4), neuron.LIFNode(), layer.Flatten(),
+        layer.Linear(144, 5), neuron.LIFNode(),
+    )  # fmt: skip
+    functional.set_step_mode(net, "m")
+    return awake(net.double().eval(), X)
+
+
+def called(net, *voltages):
+    """The output and the last voltages of a call from voltages that are set."""
+    functional.reset_net(net)
+    net[2].v, net[5].v = voltages
+    with torch.no_grad():
+        return [net(X)[:], net[2].v, net[5].v]
+
+
+def same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, check_dtype=False)
+
+
+FUSES = [
+    pytest.param(True, id="fused"),
+    pytest.param(False, id="unfused", marks=only_v2),
+]  # the older host takes floats alone
+
+
+@pytest.mark.parametrize("mode", ["preserve", "collapse"])
+@pytest.mark.parametrize("fuse", FUSES)
+@pytest.mark.parametrize("number", [0, 1, True, -1])
+def test_a_whole_number_is_that_number(number, fuse, mode):
+    fast = sj_tac.convert(built(), mode, k=2, fuse=fuse)
+    expected = called(fast, float(number), float(number))
+    same(called(fast, number, number), expected)
+    for node in (fast[2], fast[5]):
+        node.set_reset_value("v", number)
+    functional.reset_net(fast)
+    same(called(fast, fast[2].v, fast[5].v), expected)
+
+
+TENSORS = {
+    "one number": (torch.tensor(0.3), torch.tensor(0.3)),
+    "a whole number": (torch.tensor(1), torch.tensor(1)),
+    "by channel": (torch.linspace(0, 0.3, 4).view(4, 1, 1), torch.linspace(0, 0.3, 5)),
+    "of one sample": (torch.linspace(0, 0.3, 144).view(1, 4, 6, 6), torch.linspace(0, 0.3, 5).view(1, 5)),
+}
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_broadcast(name, fuse):
+    net = built()
+    voltages = [v.double() if v.is_floating_point() else v for v in TENSORS[name]]
+    fast = sj_tac.convert(copy.deepcopy(net), "preserve", k=1, fuse=fuse)
+    same(called(fast, *voltages), called(net, *voltages))
+
+
+@pytest.mark.skipif(host.IS_V2, reason="SpikingJelly 2.0 puts a voltage of another shape to rest")
+@pytest.mark.parametrize("name", ["one number", "by channel", "of one sample"])
+def test_gradients_of_tensors_that_broadcast(name):
+    net, found = built(), []
+    for model in (net, sj_tac.convert(net, "preserve", k=1)):
+        model.train()[1].eval()
+        functional.reset_net(model)
+        voltages = [v.double().requires_grad_() for v in TENSORS[name]]
+        model[2].v, model[5].v = voltages
+        out = model(X)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        found.append(torch.autograd.grad((out * weights).sum(), voltages))
+    same(*found)
+
+
+@pytest.mark.skipif(host.IS_V2, reason="SpikingJelly 2.0 puts a voltage of another shape to rest")
+def test_a_voltage_that_does_not_fit_is_refused():
+    fast = sj_tac.convert(built(), "preserve", k=1)
+    with pytest.raises(ValueError, match=r"fire got voltages \[3, 5, 6, 6\]"):
+        called(fast, torch.zeros(3, 5, 6, 6, dtype=torch.float64), 0.0)
