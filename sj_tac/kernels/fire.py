@@ -16,6 +16,7 @@ from sj_tac.host import dispatch
 from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels import backends, fire_op, pools, reference
 from sj_tac.kernels.checks import check_fire, refuse_tangents, widened
+from sj_tac.kernels.layout import laid_like
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.weights import merged_steps
 
@@ -117,7 +118,8 @@ def _steps(call: Call, linear: Tensor | None, y: Tensor, v: Tensor) -> tuple[Ten
     """Spikes of drives behind the affine map, and the last voltages. The neuron meets frames of their own dimensions."""
     node, maps = call.node, y.shape[1:]
     frame = maps if call.frame is None else call.frame
-    y, v = y.reshape(y.shape[0], *frame), v.reshape(frame)
+    y = y.reshape(y.shape[0], *frame)
+    v = laid_like(v.reshape(frame), y[0])
     if linear is None:
         drives = reference.repeat(y, call.lengths)
         if call.residual is not None:

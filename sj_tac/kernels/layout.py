@@ -41,3 +41,14 @@ def of_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
 def laid(x: Tensor, last: bool) -> Tensor:
     """Frames [..., C, H, W] without gaps, in channels_last or contiguous; a copy where they are not."""
     return x.movedim(-3, -1).contiguous().movedim(-1, -3) if last else x.contiguous()
+
+
+def laid_like(x: Tensor, frame: Tensor) -> Tensor:
+    """A voltage in the memory format of the drives [..., C, H, W] that it meets.
+
+    What they make follows the voltage, and so does its gradient, which the BatchNorm in front would get. Of one sample
+    torch's ``native_batch_norm_backward`` misreads a gradient that is channels_last beside drives that are contiguous.
+    """
+    if frame.dim() < 4 or frame.dim() != x.dim() or x.stride() == frame.stride():
+        return x
+    return laid(x, is_channels_last(frame))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.host import dispatch, neuron
 from sj_tac.kernels import reference
+from sj_tac.kernels.layout import laid_like
 from sj_tac.kernels.weights import group_lengths, temporal_sum
 from sj_tac.runtime import compiled, straight
 from sj_tac.runtime.borders import PLAIN, Borders, Span
@@ -359,7 +360,7 @@ class UnitModule(ByState, neuron.BaseNode):
 
     def _merge(self, drives: Tensor, before: Sequence[int], normalize: bool) -> Tensor:
         """A step on each drive, of so many: ``h = r + beta^K (v - r) + gamma S_K I`` (``gamma I`` where not normalised)."""
-        v = host.take_state(self, drives)
+        v = laid_like(host.take_state(self, drives), drives[0])
         rest = host.resting_voltage(self)
         beta, gain = host.decay(self, v.dtype), host.input_gain(self, v.dtype)
         spikes, voltages = [], []

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional, layer, neuron
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from support import awake, frames, only_v2
 from torch import nn
 
@@ -93,3 +93,33 @@ def test_a_voltage_that_does_not_fit_is_refused():
     fast = sj_tac.convert(built(), "preserve", k=1)
     with pytest.raises(ValueError, match=r"fire got voltages \[3, 5, 6, 6\]"):
         called(fast, torch.zeros(3, 5, 6, 6, dtype=torch.float64), 0.0)
+
+
+@pytest.mark.parametrize("kernel", ["host", "reference", "compiled"])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("steps", [4, 7])
+def test_gradients_with_a_voltage_in_another_memory_format(steps, trains, kernel):
+    """Of one sample, torch's BatchNorm misreads a gradient that is channels_last where its input is not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        layer.Conv2d(2, 3, 3, padding=1),
+        layer.BatchNorm2d(3),
+        neuron.LIFNode(surrogate_function=surrogate.ATan()),
+        layer.Conv2d(3, 3, 3, padding=1),
+    )
+    functional.set_step_mode(net, "m")
+    x = torch.rand(steps, 1, 2, 8, 8, dtype=torch.float64)
+    net = awake(net.double(), x).train()
+    policy = {"version": 1, "default": {"mode": "collapse", "k": 4, "spikes": "binary"}}
+    fast = sj_tac.convert(net, policy, fuse=kernel != "host")
+    fast[1].train(trains)
+    if kernel == "reference":
+        fast[2].v_threshold = torch.full((3, 1, 1), fast[2].v_threshold, dtype=torch.float64)
+    voltage, found = fast[2].v_threshold * torch.rand(1, 3, 8, 8, dtype=torch.float64), []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        functional.reset_net(fast)
+        fast[2].v = voltage.contiguous(memory_format=memory_format)
+        out = fast(x)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        found.append([out.detach(), *torch.autograd.grad((out * weights).sum(), list(fast.parameters()))])
+    same(*found)
