@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rewrites.arguments import copied
 from rewrites.verify import tensors
 from sj_tac import host
+from sj_tac.host import dispatch
 from sj_tac.runtime.swaps import is_swapped
 from sj_tac.verdicts import AT_RISK, HELP
 
@@ -77,7 +78,7 @@ def _run(net: nn.Module, arguments: tuple[Any, ...]) -> tuple[list[Tensor], dict
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, spikes: Any) -> None:
             if isinstance(spikes, Tensor):
-                rates[name] = float(spikes.float().mean())
+                rates[name] = float(dispatch.unwrapped(spikes).float().mean())
 
         return hook
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rewrites.arguments import copied
 from sj_tac import host
+from sj_tac.host import dispatch
 from sj_tac.verdicts import Reason, Refusal
 
 UNTRIED = "what it computes can be tried on example_input alone, and none was given"
@@ -117,7 +118,8 @@ def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             first = next(iter((*args, *kwargs.values())), None)
-            if isinstance(first, Tensor):
+            # What a transform of torch.func's hands it, as vmap in a forward, ends with that; no converted layer is there.
+            if isinstance(first, Tensor) and dispatch.transform() is None:
                 found.setdefault(name, first.detach().clone())
 
         return hook

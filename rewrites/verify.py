@@ -64,6 +64,34 @@ def tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(host.opened(output)) if isinstance(leaf, Tensor)]
 
 
+@dataclass
+class _Counts:
+    """What a run's convs and Linears cost, by name: their multiplications, and the steps that their frames are of.
+
+    Attributes:
+        called: of a chain [N, T, ...] are frames; elsewhere an image may have as many channels as there are steps.
+    """
+
+    batch: int
+    sample: Sample | None
+    called: set[str]
+    totals: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+
+    def note(self, name: str, module: Any, args: Any, output: Tensor) -> None:
+        if isinstance(module, _MEASURED):
+            counted = dispatch.unwrapped(args[0] if host.is_transposed(module) and args else output)
+            total = counted.numel() * host.filter_size(module) // max(1, self.batch)
+            self.totals[name] = self.totals.get(name, 0) + total
+        if dispatch.transform() is not None:  # what vmap runs over, time mostly, is no dimension there
+            return
+        frames = (Layout.FOLDED, Layout.BATCH) if name in self.called else (Layout.FOLDED,)
+        if output.dim() >= 3 and output.shape[1] == self.batch:
+            self.steps[name] = output.shape[0]
+        elif self.sample is not None and self.sample.layout(output.shape) in frames:
+            self.steps[name] = self.sample.steps
+
+
 def run(
     model: nn.Module,
     arguments: tuple[Any, ...],
@@ -82,25 +110,17 @@ def run(
     data = tensors(arguments)
     batch = sample.batch if sample is not None else _batch(data[0]) if data else 1
     found, entered = Run({}, [], []), []
-    totals: dict[str, int] = {}
-    steps: dict[str, int] = {}
-    # Of a chain [N, T, ...] are frames; elsewhere an image may have as many channels as there are steps.
-    called, frames = set(sites.values()), ((Layout.FOLDED,), (Layout.FOLDED, Layout.BATCH))
+    counts = _Counts(batch, sample, set(sites.values()))
 
     def enter(name: str) -> Any:
         return lambda module, args: entered.append(name)
 
-    def leave(name: str, measured: bool) -> Any:
+    def leave(name: str) -> Any:
         def hook(module: Any, args: Any, output: Any) -> None:
             entered.pop()
             found.calls.append(_seen(name, tensors(output), exact))
-            if measured and isinstance(output, Tensor):
-                counted = args[0] if host.is_transposed(module) and args else output
-                totals[name] = totals.get(name, 0) + counted.numel() * host.filter_size(module) // max(1, batch)
-            if isinstance(output, Tensor) and output.dim() >= 3 and output.shape[1] == batch:
-                steps[name] = output.shape[0]
-            elif sample is not None and isinstance(output, Tensor) and sample.layout(output.shape) in frames[name in called]:
-                steps[name] = sample.steps
+            if isinstance(output, Tensor):
+                counts.note(name, module, args, output)
 
         return hook
 
@@ -108,7 +128,7 @@ def run(
         host.reset_memories(model)
         for name, module in _hooked(model) if watched else ():
             module.register_forward_pre_hook(enter(name))
-            module.register_forward_hook(leave(name, isinstance(module, _MEASURED)))
+            module.register_forward_hook(leave(name))
         try:
             found.output = [t.clone() for t in tensors(model(*copied(arguments)))]
         except Exception as error:
@@ -117,8 +137,8 @@ def run(
             found.error = error
             why = f"{type(error).__name__}: {error}; in eval mode, without gradients"
             found.failure = f"does not run on example_input of shape {shape}{where} ({why})"
-    for name, total in totals.items():
-        count = steps.get(sites.get(name, name), 1)
+    for name, total in counts.totals.items():
+        count = counts.steps.get(sites.get(name, name), 1)
         found.macs[name] = (count, total // count)
     return found
 
@@ -134,7 +154,9 @@ def _batch(data: Tensor) -> int:
 
 
 def _seen(name: str, output: list[Tensor], exact: bool) -> Seen:
-    looks = [_look(t.detach(), exact) for t in output]
+    # Within a transform of torch.func's (vmap in a forward) numbers cannot be asked for; behind it they are compared.
+    exact = exact and dispatch.transform() is None
+    looks = [_look(dispatch.unwrapped(t).detach(), exact) for t in output]
     return Seen(name, tuple(tuple(t.shape) for t in output), all(f for f, _ in looks), tuple(d for _, d in looks))
 
 

@@ -36,6 +36,13 @@ def is_transformed() -> bool:
     return modes() > 0 or tracing() is not None or transform() is not None
 
 
+def unwrapped(x: Tensor) -> Tensor:
+    """What a tensor of a transform of torch.func's holds: of vmap's, all samples; else the tensor itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def is_in_grad() -> bool:
     """True inside torch.func.grad, vjp and jacrev, which differentiate no operator written in Python."""
     if is_compiling() or transform() is None:
