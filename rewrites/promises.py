@@ -119,7 +119,7 @@ def _inputs(model: nn.Module, wanted: dict[str, nn.Module], arguments: tuple[Any
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             first = next(iter((*args, *kwargs.values())), None)
             # What a transform of torch.func's hands it, as vmap in a forward, ends with that; no converted layer is there.
-            if isinstance(first, Tensor) and dispatch.transform() is None:
+            if isinstance(first, Tensor) and not dispatch.is_in_function():
                 found.setdefault(name, first.detach().clone())
 
         return hook

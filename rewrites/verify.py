@@ -83,7 +83,7 @@ class _Counts:
             counted = dispatch.unwrapped(args[0] if host.is_transposed(module) and args else output)
             total = counted.numel() * host.filter_size(module) // max(1, self.batch)
             self.totals[name] = self.totals.get(name, 0) + total
-        if dispatch.transform() is not None:  # what vmap runs over, time mostly, is no dimension there
+        if dispatch.is_in_function():  # what vmap runs over, time mostly, is no dimension there
             return
         frames = (Layout.FOLDED, Layout.BATCH) if name in self.called else (Layout.FOLDED,)
         if output.dim() >= 3 and output.shape[1] == self.batch:
@@ -155,7 +155,7 @@ def _batch(data: Tensor) -> int:
 
 def _seen(name: str, output: list[Tensor], exact: bool) -> Seen:
     # Within a transform of torch.func's (vmap in a forward) numbers cannot be asked for; behind it they are compared.
-    exact = exact and dispatch.transform() is None
+    exact = exact and not dispatch.is_in_function()
     looks = [_look(dispatch.unwrapped(t).detach(), exact) for t in output]
     return Seen(name, tuple(tuple(t.shape) for t in output), all(f for f, _ in looks), tuple(d for _, d in looks))
 

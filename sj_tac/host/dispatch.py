@@ -36,9 +36,15 @@ def is_transformed() -> bool:
     return modes() > 0 or tracing() is not None or transform() is not None
 
 
+def is_in_function() -> bool:
+    """True inside a transform of torch.func's, as vmap in a forward; not while torch compiles, which cannot ask."""
+    return not is_compiling() and transform() is not None
+
+
 def unwrapped(x: Tensor) -> Tensor:
     """What a tensor of a transform of torch.func's holds: of vmap's, all samples; else the tensor itself."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+    # torch.compile, which a forward may have been through with our hooks, cannot follow these questions.
+    while not is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
