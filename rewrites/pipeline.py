@@ -36,6 +36,7 @@ class Record:
 
     Attributes:
         corrected: by the name of a module. matched: what ``match`` did, in a sentence; empty where it was not called.
+        frozen: whether ``freeze_bn`` froze the net's BatchNorms last, those that another k stretches among them.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class Record:
     corrected: dict[str, Correction] = field(default_factory=dict)
     matched: str = ""
     notes: tuple[str, ...] = ()
+    frozen: bool = False
 
 
 def convert_with(

@@ -71,10 +71,10 @@ class Layout:
 
     Attributes:
         drives: by conv; units: by neuron; norms: the conv each belongs to, or itself; aggregated: norms that learn from
-            aggregated frames; pools: where the mean over a neuron's steps is taken; before: modules between such a neuron
-            and its pool, and Dropouts in a region; ends: modules that need ordinary frames.
-        refused: of a conv, why; stretched: what runs at the rate of a collapse without being converted.
-        affine: registered modules that drives may pass.
+            aggregated frames, with the span in front of the conv and its k; pools: where the mean over a neuron's steps is
+            taken; before: modules between such a neuron and its pool, and Dropouts in a region; ends: modules that need
+            ordinary frames. refused: of a conv, why; affine: registered modules that drives may pass.
+        stretched: what runs at the rate of a collapse without being converted.
         heads: of the units, the neurons of Linear layers that nobody converts: their steps run as one operator, too.
         early: of a conv, what ends its collapse before it reaches a neuron.
         emits: what a frame of the output stands for, where that keeps T / k frames.
@@ -83,7 +83,7 @@ class Layout:
     drives: dict[str, DrivePlace] = field(default_factory=dict)
     units: dict[str, UnitPlace] = field(default_factory=dict)
     norms: dict[str, str] = field(default_factory=dict)
-    aggregated: frozenset[str] = frozenset()
+    aggregated: dict[str, tuple[Span, int]] = field(default_factory=dict)
     pools: dict[str, Span] = field(default_factory=dict)
     before: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ class _Walk:
         self.drives: dict[str, DrivePlace] = {}
         self.units: dict[str, UnitPlace] = {}
         self.norms: dict[str, str] = {}
-        self.aggregated: set[str] = set()
+        self.aggregated: dict[str, tuple[Span, int]] = {}
         self.ends: list[str] = []
         self.stretched: dict[str, Span] = {}
         self.early: dict[str, str] = {}
@@ -199,7 +199,7 @@ class _Walk:
             if self.impossible:
                 return None
         return Layout(
-            self.drives, self.units, self.norms, frozenset(self.aggregated), self.means, tuple(self.before),
+            self.drives, self.units, self.norms, self.aggregated, self.means, tuple(self.before),
             tuple(self.ends), self.refused, self.stretched, self.early, self.emits(), self.registered_affine(),
             frozenset(self.heads),
         )  # fmt: skip
@@ -233,7 +233,7 @@ class _Walk:
         elif node.kind is Kind.NORM and str(node.module) not in self.norms:
             if node.once:
                 self.norms[str(node.module)] = str(node.module)
-                self.aggregated.add(str(node.module))
+                self.aggregated[str(node.module)] = (span, 1)
             else:
                 self.end(node, pending, f"{node.label} is called more than once")
         elif node.module in self.kept:
@@ -288,8 +288,8 @@ class _Walk:
             self.pending[node.index] |= {chain.conv}
         for norm in self.norms_of(chain):
             self.norms[norm] = chain.conv
-            if setting.k > 1:
-                self.aggregated.add(norm)
+            if setting.k > 1 or span != PLAIN:
+                self.aggregated[norm] = (span, setting.k)
 
     def norms_of(self, chain: Chain) -> list[str]:
         """The norms behind the conv of a chain, and those inside its container and inside registered modules."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -21,11 +22,16 @@ from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Affine, Norm, Pool
 from sj_tac.runtime.neurons import Unit
 from sj_tac.runtime.root import Enter, Leave, Ordinary, link
-from sj_tac.runtime.swaps import SWAPS, Role, absorb, is_swapped, release
+from sj_tac.runtime.swaps import SWAPS, Role, absorb, is_swapped, release, source_class
+
+# What statistics of a norm fit that no plan speaks of.
+SINGLE = "the source's rate"
 
 
-def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
+def apply(plan: Plan, model: nn.Module, corrected: Collection[str] = ()) -> list[RemovableHandle]:
     """Swap every module of the plan, releasing what an earlier plan swapped and this one does not.
+
+    ``corrected``: modules whose statistics can be taken back; they and norms that are frozen or not the source's keep that.
 
     Nothing here can fail half-way: the plan was checked when it was made, and ``check_unedited`` looks at a model that may
     have been changed since.
@@ -36,7 +42,7 @@ def apply(plan: Plan, model: nn.Module) -> list[RemovableHandle]:
     layout = plan.layout
     collapses = any(place.settings.mode == "collapse" for place in layout.drives.values())
     borders = Borders(plan.fused, collapses, root=weakref.ref(model))
-    absorb_all(plan, model, borders)
+    absorb_all(plan, model, borders, corrected)
     handles = [
         model.register_forward_pre_hook(
             # Behind the user's own hooks, which may hand on other arguments.
@@ -74,9 +80,9 @@ def check_unedited(plan: Plan, model: nn.Module, action: str) -> None:
         )
 
 
-def absorb_all(plan: Plan, model: nn.Module, borders: Borders) -> None:
+def absorb_all(plan: Plan, model: nn.Module, borders: Borders, corrected: Collection[str] = ()) -> None:
     """The class swaps of a plan, without hooks."""
-    roles = _roles(plan, model, borders)
+    roles = [*_roles(plan, model, borders), *_remembering(plan, model, borders, corrected)]
     wanted = {id(module) for module, _ in roles}
     for module in model.modules():
         if is_swapped(module) and id(module) not in wanted:
@@ -118,6 +124,30 @@ def _roles(plan: Plan, model: nn.Module, borders: Borders) -> list[tuple[nn.Modu
         if not isinstance(modules[name], nn.Identity):
             roles.append((modules[name], Pool(name, borders, span, name in layout.pools)))
     return roles
+
+
+def _remembering(plan: Plan, model: nn.Module, borders: Borders, corrected: Collection[str]) -> list[tuple[nn.Module, Role]]:
+    """Norms that the plan leaves at the source's rate and that an earlier one did not, if they brought something along."""
+    found: list[tuple[nn.Module, Role]] = []
+    for name, module in model.named_modules():
+        role = module.__dict__.get("_tac")
+        if not isinstance(role, Norm) or not is_swapped(module) or name in plan.layout.norms:
+            continue
+        if role.frozen or role.moved or role.matched or name in corrected:
+            found.append((module, Norm(role.name, borders, fits=SINGLE)))
+    return found
+
+
+def remember(model: nn.Module, names: Collection[str]) -> None:
+    """Let those of these modules that are norms, and that the plan leaves at the source's rate, have a role all the same."""
+    modules = dict(model.named_modules())
+    borders = next(module._tac.borders for module in modules.values() if is_swapped(module))
+    for name in names:
+        module = modules.get(name)
+        if module is None or is_swapped(module) or not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        if source_class(module) in SWAPS:
+            absorb(module, Norm(name, borders, fits=SINGLE))
 
 
 def _fits(s: Settings) -> str:

@@ -22,7 +22,8 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     """Keep the BatchNorms of converted and stretched layers in eval mode, also under ``net.train()``.
 
     Aggregated frames have less variance than single ones, so statistics taken from them change what the layer computes.
-    Scale and shift (``weight``, ``bias``) stay trainable. ``frozen=False`` lets the statistics move again.
+    Scale and shift (``weight``, ``bias``) stay trainable. ``set_k`` leaves them frozen, and freezes those that it stretches.
+    ``frozen=False`` lets the statistics of all of them move again.
 
     Args:
         converted: a net of ``sj_tac.convert``.
@@ -34,22 +35,29 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     Raises:
         ConversionError: not a converted model.
     """
-    record_of(converted, "freeze_bn")
-    names = []
-    for name, module in converted.named_modules():
-        if is_swapped(module) and isinstance(module._tac, Norm):
-            module._tac.frozen = frozen
-            module.train(converted.training)
-            names.append(name)
-    return names
+    record_of(converted, "freeze_bn").frozen = frozen
+    found = norms(converted)
+    for norm in found.values():
+        norm._tac.frozen = frozen
+        norm.train(converted.training)
+    return list(found)
+
+
+def freeze_new(converted: nn.Module, record: Record, before: Mapping[str, str]) -> None:
+    """Freeze what another k stretches, in a net whose BatchNorms are frozen; ``before``: ``Layout.norms`` until then."""
+    for name, norm in norms(converted).items():
+        if record.frozen and name not in before and name in record.plan.layout.norms:
+            norm._tac.frozen = True
+            norm.train(converted.training)
 
 
 def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False) -> list[str]:
     """Re-estimate the BatchNorms of converted and stretched layers on aggregated frames, in place.
 
-    Running mean and variance become the averages of the batches' own, as ``torch.optim.swa_utils.update_bn`` does it;
-    nothing else is trained. The source's are kept: ``undo=True`` and ``restore`` put them back. Whether it helps depends on
-    the net: docs/choosing.md has what was measured.
+    So are those that ``set_k`` gave single frames again, where their statistics are of aggregated ones. Running mean and
+    variance become the averages of the batches' own, as ``torch.optim.swa_utils.update_bn`` does it; nothing else is
+    trained. The source's are kept: ``undo=True`` and ``restore`` put them back. Whether it helps depends on the net:
+    docs/choosing.md has what was measured.
 
     Args:
         converted: a net of ``sj_tac.convert``.
@@ -77,25 +85,31 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
             )
         return done
     refuse_matched(converted, record, "recalibrate")
-    placed = {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, Norm)}
-    norms: dict[str, Any] = {name: norm for name, norm in placed.items() if norm.running_mean is not None}
-    before = {name: held(norm, STATISTICS) for name, norm in norms.items()}
-    moved = {name: norm._tac.moved for name, norm in norms.items()}
+    found = _estimated(converted, record)
+    before = {name: held(norm, STATISTICS) for name, norm in found.items()}
+    moved = {name: norm._tac.moved for name, norm in found.items()}
     try:
-        _estimate(converted, norms, batches)
+        _estimate(converted, found, batches)
     except BaseException:
-        for name, norm in norms.items():
+        for name, norm in found.items():
             put(norm, before[name])
             norm._tac.moved = moved[name]
         raise
     record.matched = ""
-    for name, norm in norms.items():
+    for name, norm in found.items():
         norm._tac.moved = True
         # What the source had, however often this is called.
         first = record.corrected.get(name)
         had, was_moved = (before[name], moved[name]) if first is None else (first.before, first.moved)
         record.corrected[name] = Correction(RECALIBRATE, had, held(norm, STATISTICS), was_moved)
-    return list(norms)
+    return list(found)
+
+
+def _estimated(converted: nn.Module, record: Record) -> dict[str, Any]:
+    """The BatchNorms that do not see the source's frames, or whose statistics are not of these."""
+    layout, found = record.plan.layout, norms(converted)
+    wanted = {n for n, norm in found.items() if n in layout.norms or n in record.corrected or norm._tac.moved}
+    return {name: norm for name, norm in found.items() if name in wanted and norm.running_mean is not None}
 
 
 def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> None:
@@ -115,20 +129,20 @@ def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> N
 
 
 def norms(converted: nn.Module) -> dict[str, Any]:
-    """The swapped BatchNorms, by the name of their layer."""
-    swapped = [m for m in converted.modules() if is_swapped(m)]
-    return {m._tac.name: m for m in swapped if isinstance(m._tac, Norm)}
+    """The swapped BatchNorms, by their own names."""
+    return {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, Norm)}
 
 
-def warn_if_moved(norms: Mapping[str, Any], action: str) -> None:
-    moved = [name for name, norm in norms.items() if norm._tac.moved]
+def warn_if_moved(norms: Mapping[str, Any], action: str, stacklevel: int = 3) -> None:
+    """Of statistics that fit what these layers saw, and not what ``action`` gives them."""
+    moved = [*dict.fromkeys(norm._tac.name for norm in norms.values() if norm._tac.moved)]
     if moved:
         warnings.warn(
             f"{action}: the running statistics of {moved} were updated while frames were aggregated; they have less "
             "variance than single frames, so these layers no longer fit another k. Fine-tune with "
             "sj_tac.freeze_bn(net), or load the source checkpoint's statistics back.",
             BatchNormMovedWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
@@ -143,7 +157,7 @@ def refuse_matched(converted: nn.Module, record: Record, action: str) -> None:
         )
 
 
-def warn_if_matched(converted: nn.Module, action: str) -> None:
+def warn_if_matched(converted: nn.Module, action: str, stacklevel: int = 3) -> None:
     """Of values that came matched in a checkpoint, so that what they replaced is not known."""
     matched = loaded_matched(converted, record_of(converted, action).corrected)
     if matched:
@@ -152,5 +166,5 @@ def warn_if_matched(converted: nn.Module, action: str) -> None:
             f"{action}: statistics or biases of {[*matched]} were matched in the checkpoint that was loaded ({name!r} for "
             f"{fits}), and what they were before is not known; they fit no other k. Load the source's checkpoint",
             MatchedStatisticsWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

@@ -13,9 +13,10 @@ from torch import nn
 from rewrites import pipeline, swap
 from rewrites.corrections import take_back
 from rewrites.pipeline import RECORD, deep_copy, plan as plan, policy_of as policy_of, record_of
+from rewrites.plan import Plan
 from sj_tac import batchnorm
-from sj_tac.errors import BatchNormMovedWarning, ConversionError, PolicyError, refuse_unknown
-from sj_tac.policy import as_policy, name_matches, nearest, with_dtype
+from sj_tac.errors import BatchNormMovedWarning, ConversionError, NewParametersWarning, PolicyError, refuse_unknown
+from sj_tac.policy import Settings, as_policy, name_matches, nearest, with_dtype
 from sj_tac.runtime.swaps import has_trained_logits
 from sj_tac.tuning import matching
 from sj_tac.tuning.batches import as_given
@@ -183,7 +184,8 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
 def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool = False) -> Report:
     """Give the converted layers whose name matches another ``k``, in place, and everything behind a collapse what follows.
 
-    What ``match`` corrected fits the old k: it is taken back.
+    What ``match`` corrected fits the old k: it is taken back. Learned aggregation weights (``tac_logits``) are as many as a
+    group has frames: another number makes new parameters, which an optimizer must be given.
 
     Args:
         converted: a net of ``sj_tac.convert``.
@@ -197,16 +199,23 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
         ConversionError: not a converted model, trained aggregation weights, or a converted module was replaced since.
 
     Warns:
-        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
+        BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames, of another number than now.
+        NewParametersWarning: the net is being trained, and has ``tac_logits`` now that its optimizer does not know.
     """
-    record = record_of(converted, "set_k")
-    old = record.plan
+    old = record_of(converted, "set_k").plan
     swap.check_unedited(old, converted, "set_k")
     k = as_policy("preserve", k).default.k
     chosen = [name for name in old.layout.drives if name_matches(name, layers)]
     if not chosen:
         raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.layout.drives)}")
     settings = old.settings | {name: old.settings[name].model_copy(update={"k": k}) for name in chosen}
+    return change(converted, settings, drop_learned=drop_learned)
+
+
+def change(converted: nn.Module, settings: dict[str, Settings], *, drop_learned: bool = False) -> Report:
+    """``set_k`` for layers that each have settings of their own."""
+    record = record_of(converted, "set_k")
+    old = record.plan
     plan = old.under(converted, settings)
     lost = [name for name in old.layout.drives if name not in plan.layout.drives]
     if lost:
@@ -215,21 +224,39 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
     places = old.layout.drives.items()
     resized = {name: place for name, place in places if place.frames != plan.layout.drives[name].frames}
     _check_logits(converted, resized, "set_k", drop_learned)
-    changing = {name for name in chosen if old.settings[name].k != k}
-    batchnorm.warn_if_moved({n: norm for n, norm in batchnorm.norms(converted).items() if n in changing}, "set_k")
-    if changing:
-        batchnorm.warn_if_matched(converted, "set_k")
+    rates = old.layout.aggregated, plan.layout.aggregated
+    norms = {n: norm for n, norm in batchnorm.norms(converted).items() if rates[0].get(n) != rates[1].get(n)}
+    batchnorm.warn_if_moved(norms, "set_k", stacklevel=4)
+    if settings != old.settings:
+        batchnorm.warn_if_matched(converted, "set_k", stacklevel=4)
         # What was fitted to the old k would be wrong for the new one, also behind these layers.
         unmatch(converted, record)
     roles = {name: converted.get_submodule(place.site).__dict__.get("_tac") for name, place in places}
     seen = {name: getattr(role, "seen", None) for name, role in roles.items()}
     for handle in record.handles:
         handle.remove()
+    handles = swap.apply(plan, converted, record.corrected)
     # What the policy was chosen by, and what a sample showed, says nothing about another k.
-    setattr(converted, RECORD, replace(record, plan=plan, handles=swap.apply(plan, converted), evidence=None, notes=()))
+    setattr(converted, RECORD, replace(record, plan=plan, handles=handles, evidence=None, notes=()))
     for name, place in plan.layout.drives.items():
         converted.get_submodule(place.site)._tac.seen = seen[name]  # type: ignore[union-attr]
+    batchnorm.freeze_new(converted, record_of(converted, "set_k"), old.layout.norms)
+    _warn_of_logits(converted, resized, plan)
     return report(converted)
+
+
+def _warn_of_logits(converted: nn.Module, resized: Mapping[str, Any], plan: Plan) -> None:
+    """Of new weights that are learned, in a net that is being trained."""
+    places = {name: plan.layout.drives[name] for name in resized}
+    new = [name for name, place in places.items() if place.settings.weights == "learned" and place.frames > 1]
+    # Between two epochs the net may be in eval mode.
+    if new and (converted.training or any(p.grad is not None for p in converted.parameters())):
+        warnings.warn(
+            f"set_k: tac_logits of {new} are new parameters; an optimizer made before does not train them: make it anew, or "
+            "give it them (optimizer.add_param_group)",
+            NewParametersWarning,
+            stacklevel=4,
+        )
 
 
 def _check_logits(converted: nn.Module, drives: Mapping[str, Any], action: str, drop: bool) -> None:

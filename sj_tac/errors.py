@@ -100,6 +100,10 @@ class BatchNormMovedWarning(UserWarning):
     """Running statistics were updated on aggregated frames, so they no longer fit the layer at another k."""
 
 
+class NewParametersWarning(UserWarning):
+    """Another k made new aggregation weights that are learned (``tac_logits``), which no optimizer knows yet."""
+
+
 class MatchedStatisticsWarning(UserWarning):
     """A checkpoint's running statistics were corrected by ``match`` for another k or mode than the net has."""
 

@@ -8,22 +8,20 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rewrites import swap
-from rewrites.corrections import Correction
 from rewrites.pipeline import RECORD, Record, check_plain, convert_with, deep_copy, policy_of, record_of
 from sj_tac import host
 from sj_tac.errors import CheckpointError, ConversionError, refuse_unknown
 from sj_tac.policy import Policy, nearest
 from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.swaps import is_swapped, users_class
-from sj_tac.support import archive
+from sj_tac.support import archive, calibration
 from sj_tac.support.manifest import FORMAT, Corrected, Manifest, parse
 from sj_tac.support.tensors import aliases, apart, restride, strides, tie
 
@@ -72,7 +70,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
     for name, correction in corrected.items():
         for key in correction.before:
             more[f"before:{name}:{key}"], more[f"after:{name}:{key}"] = correction.before[key], correction.after[key]
-    norms = _norms(net)
+    norms = calibration.norms(net)
     manifest = Manifest(
         format=FORMAT,
         model=type(net).__name__,
@@ -148,7 +146,8 @@ def load(
             )
         _compare(path, "the net's layer", manifest.layers, layers)
         _compare(path, "the net's", manifest.constants, _constants(target))
-        corrected = _corrected(path, manifest, content, target)
+        corrected = calibration.corrections(path, manifest, content, target)
+        calibration.prepare_norms(path, manifest, target)
     try:
         target.load_state_dict(state)
     except RuntimeError as error:  # of a load_state_dict of the user's own
@@ -159,7 +158,7 @@ def load(
             restride(tensor, manifest.strides.get(key))
     for key, (first, same) in manifest.tied.items():
         tie(target, key, held[first], same)
-    _calibrate(target, manifest, corrected)
+    calibration.put(target, manifest, corrected)
     device = options.get("device")
     return target if device is None else target.to(device)
 
@@ -278,11 +277,6 @@ def _as_text(value: Any, key: str) -> Any:
     )
 
 
-def _norms(net: nn.Module) -> dict[str, Norm]:
-    roles = ((name, module.__dict__.get("_tac")) for name, module in net.named_modules())
-    return {name: role for name, role in roles if isinstance(role, Norm)}
-
-
 def _prepared(path: Any, manifest: Manifest, model: Any, example_input: Any, backend: str, inplace: bool) -> nn.Module:
     """The model, converted by the file's policy; of a net that was written by hand, as it is."""
     if manifest.policy is not None:
@@ -366,34 +360,3 @@ def _check_tensor(path: Any, key: str, value: Any, wanted: Any, cast: bool) -> N
             f"{path} does not fit the model: {key!r} is {value.dtype} there, and {wanted.dtype} in the model; give the "
             f"model that dtype first (model.to({value.dtype})), or cast=True, which rounds where it must"
         )
-
-
-def _corrected(path: Any, manifest: Manifest, content: archive.Content, target: nn.Module) -> dict[str, Correction]:
-    modules, found = dict(target.named_modules()), {}
-    for name, said in manifest.corrected.items():
-        tensors: dict[Literal["before", "after"], dict[str, Tensor]] = {"before": {}, "after": {}}
-        for when, values in tensors.items():
-            for key in said.names:
-                value = content.more.get(f"{when}:{name}:{key}")
-                own = getattr(modules.get(name), key, None)
-                if value is None or not isinstance(own, Tensor) or value.shape != own.shape:
-                    raise CheckpointError(
-                        f"{path}: what {key!r} of {name!r} was {when} it was corrected does not fit; damaged"
-                    )
-                values[key] = value
-        found[name] = Correction(said.by, tensors["before"], tensors["after"], said.moved)
-    lost = [name for name in (*manifest.frozen, *manifest.moved) if name not in _norms(target)]
-    if lost:
-        raise CheckpointError(f"{path} does not fit the model: {lost[0]!r} is no BatchNorm of a converted layer")
-    return found
-
-
-def _calibrate(target: nn.Module, manifest: Manifest, corrected: dict[str, Correction]) -> None:
-    for name, role in _norms(target).items():
-        role.frozen, role.moved = name in manifest.frozen, name in manifest.moved
-        if role.frozen:
-            target.get_submodule(name).train(target.training)
-    record = target.__dict__.get(RECORD)
-    if record is not None:
-        record.corrected.update(corrected)
-        record.matched, record.notes = manifest.matched, tuple(manifest.notes)

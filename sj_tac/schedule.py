@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from rewrites import swap
 from rewrites.pipeline import record_of
 from sj_tac import batchnorm
-from sj_tac.conversion import set_k
+from sj_tac.conversion import change, set_k
 from sj_tac.errors import BatchNormMovedWarning, PolicyError
-from sj_tac.policy import name_matches, nearest
+from sj_tac.policy import Settings, name_matches, nearest
 
 _CURVE = re.compile(r"(cosine|linear) from (\d+) to (\d+)")
 
@@ -42,6 +43,7 @@ class KSchedule:
 
     Raises:
         PolicyError: ks, epochs, or layers that match nothing.
+            Learned aggregation weights whose number would change, too: they are parameters that the optimizer has.
         ConversionError: not a converted model, or a matched one.
     """
 
@@ -64,6 +66,29 @@ class KSchedule:
         self.converted, self.layers, self.batches = converted, layers, batches
         self.ks = _curve(ks, epochs) if isinstance(ks, str) else _steps(ks, epochs)
         self.current: int | None = None
+        self._refuse_learned()
+
+    def _refuse_learned(self) -> None:
+        """Raise PolicyError where a k of the schedule takes away, or makes, aggregation weights that are learned."""
+        plan = record_of(self.converted, "KSchedule").plan
+        learned = {n: place for n, place in plan.layout.drives.items() if place.settings.weights == "learned"}
+        if not learned:
+            return
+        swap.check_unedited(plan, self.converted, "KSchedule")
+        for k in sorted(set(self.ks.values())):
+            places = plan.under(self.converted, self._settings(k)).layout.drives
+            changed = [n for n, place in learned.items() if n in places and places[n].frames != place.frames]
+            if changed:
+                raise PolicyError(
+                    f"KSchedule: k={k} gives {changed} another number of learned aggregation weights (tac_logits), which "
+                    "are parameters that the optimizer has; leave these layers out (layers=), or give them weights: decay"
+                )
+
+    def _settings(self, k: int) -> dict[str, Settings]:
+        """Of all layers, with this k for those that are meant."""
+        plan = record_of(self.converted, "KSchedule").plan
+        meant = {name for name in plan.layout.drives if name_matches(name, self.layers)}
+        return {name: s.model_copy(update={"k": k}) if name in meant else s for name, s in plan.settings.items()}
 
     def k(self, epoch: int) -> int | None:
         """k of an epoch; None before the first that the schedule names."""
@@ -85,14 +110,14 @@ class KSchedule:
 
     def _held(self) -> set[int]:
         """The k of the layers that are meant, where it is one; whoever calls ``set_k`` in between changes it."""
-        drives = record_of(self.converted, "KSchedule").plan.layout.drives
-        found = {place.settings.k for name, place in drives.items() if name_matches(name, self.layers)}
+        plan = record_of(self.converted, "KSchedule").plan
+        found = {plan.settings[name].k for name in plan.layout.drives if name_matches(name, self.layers)}
         return found if len(found) == 1 else set()
 
     def _change(self, k: int) -> None:
         record = record_of(self.converted, "KSchedule")
         batchnorm.refuse_matched(self.converted, record, "KSchedule")
-        before = {name: place.settings.k for name, place in record.plan.layout.drives.items()}
+        before = record.plan.settings
         with warnings.catch_warnings():
             # Statistics that moved are what this is about.
             warnings.simplefilter("ignore", BatchNormMovedWarning)
@@ -101,8 +126,7 @@ class KSchedule:
                 try:
                     batchnorm.recalibrate(self.converted, self.batches)
                 except BaseException:
-                    for name, old in before.items():
-                        set_k(self.converted, old, name)
+                    change(self.converted, before)
                     raise
         self.current = k
         if self.batches is not None:

@@ -11,7 +11,7 @@ from support import conv, csnn, frames, node, norm, only_v2, same_state
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import BatchNormMovedWarning, ConversionError
+from sj_tac.errors import BatchNormMovedWarning, ConversionError, NewParametersWarning
 
 
 @pytest.fixture
@@ -254,7 +254,8 @@ def test_learned_weights_are_one_key_a_layer_and_not_dropped_by_accident(x):
     functional.reset_net(fast)  # voltages on a graph cannot be deep-copied, converted or not
     assert torch.equal(copy.deepcopy(fast)[0].tac_logits, trained)
     assert list(sj_tac.restore(fast, drop_learned=True).state_dict()) == list(net.state_dict())
-    sj_tac.set_k(fast, 4, drop_learned=True)
+    with pytest.warns(NewParametersWarning, match=r"set_k: tac_logits of \['0', '4', '8'\] are new parameters"):
+        sj_tac.set_k(fast, 4, drop_learned=True)
     assert fast[0].tac_logits.shape == (4,)
 
 

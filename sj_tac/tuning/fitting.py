@@ -56,7 +56,9 @@ class Places:
     @classmethod
     def of(cls, converted: nn.Module, plan: Plan) -> Places:
         modules = dict(converted.named_modules())
-        norms = [n for n, m in modules.items() if is_swapped(m) and isinstance(m._tac, Norm) and m.running_mean is not None]
+        # Norms that are swapped, and that no plan speaks of any more, see what they saw in the source.
+        swapped = [n for n, m in modules.items() if is_swapped(m) and isinstance(m._tac, Norm) and n in plan.layout.norms]
+        norms = [n for n in swapped if modules[n].running_mean is not None]
         norm_of: dict[str, str] = {}
         convs: list[str] = []
         direct: set[str] = set()

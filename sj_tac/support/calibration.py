@@ -1,0 +1,64 @@
+"""What a file says of a net's calibration, put into a net that was converted as the file's was."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from rewrites import swap
+from rewrites.corrections import Correction
+from rewrites.pipeline import RECORD
+from sj_tac.errors import CheckpointError
+from sj_tac.runtime.layers import Norm
+from sj_tac.runtime.matched import MATCHED
+from sj_tac.support import archive
+from sj_tac.support.manifest import Manifest
+
+
+def norms(net: nn.Module) -> dict[str, Norm]:
+    """What a net's swapped BatchNorms have become, by name."""
+    roles = ((name, module.__dict__.get("_tac")) for name, module in net.named_modules())
+    return {name: role for name, role in roles if isinstance(role, Norm)}
+
+
+def corrections(path: Any, manifest: Manifest, content: archive.Content, target: nn.Module) -> dict[str, Correction]:
+    """What ``match`` and ``recalibrate`` had written. Raises CheckpointError."""
+    modules, found = dict(target.named_modules()), {}
+    for name, said in manifest.corrected.items():
+        tensors: dict[Literal["before", "after"], dict[str, Tensor]] = {"before": {}, "after": {}}
+        for when, values in tensors.items():
+            for key in said.names:
+                value = content.more.get(f"{when}:{name}:{key}")
+                own = getattr(modules.get(name), key, None)
+                if value is None or not isinstance(own, Tensor) or value.shape != own.shape:
+                    raise CheckpointError(
+                        f"{path}: what {key!r} of {name!r} was {when} it was corrected does not fit; damaged"
+                    )
+                values[key] = value
+        found[name] = Correction(said.by, tensors["before"], tensors["after"], said.moved)
+    return found
+
+
+def prepare_norms(path: Any, manifest: Manifest, target: nn.Module) -> None:
+    """Let BatchNorms that ``set_k`` gave single frames again keep what is said of them. Raises CheckpointError."""
+    said = dict.fromkeys([*manifest.frozen, *manifest.moved])
+    if RECORD in target.__dict__:
+        matched = [name for name, local in manifest.local.items() if MATCHED in local]
+        corrected = [name for name, correction in manifest.corrected.items() if "running_mean" in correction.names]
+        swap.remember(target, [*said, *matched, *corrected])
+    lost = [name for name in said if name not in norms(target)]
+    if lost:
+        raise CheckpointError(f"{path} does not fit the model: {lost[0]!r} is no BatchNorm of a converted layer")
+
+
+def put(target: nn.Module, manifest: Manifest, corrected: dict[str, Correction]) -> None:
+    """Write down in a loaded net what was frozen, moved, corrected and matched."""
+    for name, role in norms(target).items():
+        role.frozen, role.moved = name in manifest.frozen, name in manifest.moved
+        if role.frozen:
+            target.get_submodule(name).train(target.training)
+    record = target.__dict__.get(RECORD)
+    if record is not None:
+        record.corrected.update(corrected)
+        record.matched, record.notes, record.frozen = manifest.matched, tuple(manifest.notes), bool(manifest.frozen)
