@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rewrites.pipeline import RECORD
 from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError
+from sj_tac.kernels import reference
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.fitting import watch_rates
 from sj_tac.tuning.measure import Decode, batch_scores, described, run_batch
@@ -47,6 +50,17 @@ class Rates:
     after: float
 
 
+def all_tensors(net: nn.Module, output: Any, batch: Batch) -> list[Tensor]:
+    """Every tensor of an output; of T / k frames, as ``emit: groups`` gives, one for each frame that they stand for."""
+    found: list[Tensor] = tensors(output)
+    record = net.__dict__.get(RECORD)
+    emits = None if record is None else record.plan.layout.emits
+    if emits is None:
+        return found
+    lengths = tuple(emits.lengths(batch.steps))
+    return [reference.repeat(x, lengths) if x.dim() and len(x) == len(lengths) else x for x in found]
+
+
 class Comparison:
     """Compares nets with one source, by what they put out on batches and by how often their neurons fire there."""
 
@@ -67,6 +81,12 @@ class Comparison:
     def __call__(self, method: str, converted: nn.Module) -> tuple[Candidate, dict[str, Tensor]]:
         """How near a net comes, and the rates [C] of its neurons."""
         got, rates = self._observed(converted)
+        if got.shape != self.expected.shape:
+            raise BatchError(
+                f"the outputs of {type(converted).__name__} are {list(got.shape)} numbers, and the source's "
+                f"{list(self.expected.shape)}: they cannot be compared; with emit: groups, or where an output depends on T "
+                "otherwise, pass decode=, a function from the net's output to scores [N, C]"
+            )
         if not self.classifies:
             spread = self.expected.var(correction=0).item()
             return Candidate(method, None, ((got - self.expected) ** 2).mean().item() / (spread or 1.0)), rates
@@ -100,7 +120,7 @@ class Comparison:
         """Class scores [N, C] of a batch, or all that the net puts out as one row of numbers."""
         if self.scored:
             return batch_scores(net, batch, number, self.decode)
-        parts = [x.double().flatten() for x in tensors(run_batch(net, batch, number))]
+        parts = [x.double().flatten() for x in all_tensors(net, run_batch(net, batch, number), batch)]
         row = torch.cat(parts) if parts else torch.empty(0)
         if not len(row) or not torch.isfinite(row).all():
             raise BatchError(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from rewrites.corrections import held, put
-from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError
 from sj_tac.tuning.batches import Batch
+from sj_tac.tuning.comparing import all_tensors
 from sj_tac.tuning.fitting import Places, shift_and_scale
 from sj_tac.tuning.measure import Decode, decoded, described, run_batch
 
@@ -104,7 +104,7 @@ def _flat(net: nn.Module, batch: Batch, number: int, decode: Decode | None) -> T
     except BatchError:
         if decode is not None:
             raise
-    parts = [x.float().flatten() for x in tensors(output) if x.is_floating_point()]
+    parts = [x.float().flatten() for x in all_tensors(net, output, batch) if x.is_floating_point()]
     if not parts:
         raise BatchError("distilling: the output has no floating point numbers; drop steps=")
     return torch.cat(parts)

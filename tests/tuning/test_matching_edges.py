@@ -13,6 +13,7 @@ import sj_tac
 from sj_tac.errors import BatchError, ConversionError, MatchedStatisticsWarning, PolicyError
 from sj_tac.schedule import KSchedule
 from sj_tac.tuning import matching
+from sj_tac.tuning.comparing import Comparison
 from sj_tac.tuning.measure import decoded
 
 
@@ -335,3 +336,26 @@ def test_outputs_that_look_like_scores_for_one_batch_alone_are_compared_as_numbe
     done = sj_tac.match(fast, [frames(8, 2 * size, 2, 8, 8, seed=size) for size in sizes], progress=False)
     assert done.before.agreement is None
     assert done.held_out == 8
+
+
+@pytest.mark.parametrize("steps", [8, 10])
+def test_maps_of_groups_are_compared_as_the_frames_that_they_stand_for(steps):
+    """``emit: groups`` changes nothing of what a correction is worth."""
+    x = frames(steps, 16, 2, 8, 8)
+    source = awake(narrow()[:6], x)
+    found = {}
+    for emit in ("frames", "groups"):
+        fast = sj_tac.convert(source, {"default": {"mode": "collapse", "k": 4, "emit": emit}})
+        assert len(fast(x)) == (steps if emit == "frames" else 2 + steps % 4 // 2)
+        found[emit] = sj_tac.match(fast, x, method="both", steps=3, progress=False).candidates
+    for a, b in zip(found["frames"], found["groups"], strict=True):
+        assert (a.method, a.agreement) == (b.method, None)
+        assert a.distance == pytest.approx(b.distance, rel=1e-4)
+    assert len({c.distance for c in found["groups"]}) > 1
+
+
+def test_outputs_of_other_shapes_cannot_be_compared():
+    batches = [matching.Batch(X, None)]
+    compared = Comparison(narrow()[:3], batches, None, 0)
+    with pytest.raises(BatchError, match=r"the outputs of Sequential are \[\d+\] numbers.* emit: groups, .*decode="):
+        compared("none", nn.Sequential(*narrow()[:3], nn.Flatten(2), nn.Linear(384, 7)))
