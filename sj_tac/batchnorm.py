@@ -35,8 +35,10 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     Raises:
         ConversionError: not a converted model.
     """
-    record_of(converted, "freeze_bn").frozen = frozen
-    found = norms(converted)
+    record = record_of(converted, "freeze_bn")
+    record.frozen = frozen
+    # Others that are swapped see single frames, and may learn from them.
+    found = {n: norm for n, norm in norms(converted).items() if n in record.plan.layout.norms or norm._tac.frozen}
     for norm in found.values():
         norm._tac.frozen = frozen
         norm.train(converted.training)

@@ -225,6 +225,27 @@ def test_frozen_norms_stay_frozen_and_new_ones_are(first):
         assert all(of(net.train(), name).training for name in NORMS)
 
 
+def test_freezing_at_single_frames_leaves_norms_alone_that_are_to_learn_from_them():
+    net = quietly_at(train(sj_tac.convert(source(), behind())), 1)
+    assert sj_tac.freeze_bn(net) == ["1"]
+    assert of(net.train(), "4").training
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_norms_that_are_remembered_compute_what_the_sources_do(fuse):
+    net = sj_tac.convert(source(), behind(), fuse=fuse)
+    sj_tac.freeze_bn(net)
+    sj_tac.set_k(net, 1)
+    plain = source()
+    assert torch.equal(net.eval()(X), plain(X))
+    sj_tac.freeze_bn(net, False)
+    for each in (net, plain):
+        functional.reset_net(each.train())
+    torch.testing.assert_close(net(X), plain(X))
+    for name in NORMS:
+        torch.testing.assert_close(of(net, name).running_var, of(plain, name).running_var)
+
+
 def test_a_matched_checkpoint_is_still_known_at_single_frames(tmp_path):
     net = sj_tac.convert(source(), behind())
     for name in NORMS:  # as if "moments" had come nearest
