@@ -16,6 +16,7 @@ from rewrites.buffers import follow_writes
 from rewrites.kinds import CARRIES_EQUALS, Kind
 from rewrites.layouts import Layout, Sample, Shape, layout_of, note_layouts, repeats, sample_of
 from rewrites.operations import asks, kind_of, module_kind, read_by
+from sj_tac import host
 
 
 @dataclass(frozen=True)
@@ -148,3 +149,12 @@ def _label(node: fx.Node, module: nn.Module | None, name: str | None) -> str:
 
 def _class_name(kind: Any) -> str:
     return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
+def pool_problem(node: Node, pool: nn.Module) -> str:
+    """Why the mean over a neuron's steps cannot be taken at this MaxPool; empty where it can."""
+    if not node.once:
+        return f"its MaxPool {node.module!r} is called more than once in one forward"
+    if getattr(pool, "return_indices", False):
+        return f"its MaxPool {node.module!r} returns indices"
+    return "" if host.is_multi_step(pool) else f"its MaxPool {node.module!r} is in step_mode 's'"

@@ -16,7 +16,7 @@ from torch import nn
 
 from rewrites import weights
 from rewrites.chains import Chain
-from rewrites.graph import Graph, Node
+from rewrites.graph import Graph, Node, pool_problem
 from rewrites.kinds import CARRIES_SPANS, CARRIES_SUMS, SHAPES, Kind
 from rewrites.operations import site_layer
 from sj_tac import host
@@ -232,14 +232,19 @@ class _Walk:
             self.end(node, pending, f"{node.label} needs ordinary frames")
         elif node.kind is Kind.NORM and str(node.module) not in self.norms:
             if node.once:
-                self.norms[str(node.module)] = str(node.module)
-                self.aggregated[str(node.module)] = (span, 1)
+                self.learn({str(node.module)}, span)
             else:
                 self.end(node, pending, f"{node.label} is called more than once")
-        elif node.module in self.kept:
-            self.stretched[self.kept[node.module]] = span
+        elif node.module in self.kept or node.kind is Kind.AFFINE:
+            self.stretched |= {conv: span for site, conv in self.kept.items() if site == node.module}
+            self.learn(self.inner_norms(str(node.module)) if node.module is not None else set(), span)
         elif node.module is not None and source_class(self.modules[node.module]) in host.DROPOUTS:
             self.before.append(node.module)
+
+    def learn(self, norms: set[str], span: Span) -> None:
+        """Norms of no converted layer, which see the frames of a collapse before them."""
+        for norm in sorted(norms - self.norms.keys()):
+            self.norms[norm], self.aggregated[norm] = norm, (span, 1)
 
     def is_refused(self, node: Node) -> bool:
         """True for a conv that was found to be no chain: a collapsed region ends before it."""
@@ -370,7 +375,7 @@ class _Walk:
             node = readers[0]
             path.append(str(node.module))
             if source_class(module) in host.MAX_POOLS:
-                problem = self.pool_problem(node, module)
+                problem = pool_problem(node, module)
                 if problem:
                     return [], problem
                 upto, found = len(path), node
@@ -391,10 +396,3 @@ class _Walk:
                     seen.add(reader.index)
                     ahead.append(reader)
         return None
-
-    def pool_problem(self, node: Node, pool: nn.Module) -> str:
-        if not node.once:
-            return f"its MaxPool {node.module!r} is called more than once in one forward"
-        if getattr(pool, "return_indices", False):
-            return f"its MaxPool {node.module!r} returns indices"
-        return "" if host.is_multi_step(pool) else f"its MaxPool {node.module!r} is in step_mode 's'"

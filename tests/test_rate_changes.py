@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional
+from spikingjelly.activation_based import functional, layer
 from support import conv, frames, node, norm, same_state
 from torch import nn
 
@@ -223,6 +223,25 @@ def test_frozen_norms_stay_frozen_and_new_ones_are(first):
     for k in (4, 1, 4):
         sj_tac.set_k(net, k)
         assert all(of(net.train(), name).training for name in NORMS)
+
+
+def test_norms_in_kept_containers_behind_a_collapse_are_known():
+    """A container's norm sees what its convolution does."""
+    net = source()
+    inside = layer.SeqToANNContainer(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)).double()
+    net = nn.Sequential(*net[:3], inside, node("lif"), *net[6:]).eval()
+    fast = sj_tac.convert(net, behind())
+    names = ["1", "3.1", "6"]
+    assert sj_tac.recalibrate(fast, X) == names
+    assert sj_tac.freeze_bn(fast) == names
+    before = of(fast, "3.1").running_mean.clone()
+    train(fast)
+    assert torch.equal(of(fast, "3.1").running_mean, before)
+    with pytest.warns(BatchNormMovedWarning, match="'3.1'"):
+        sj_tac.set_k(fast, 1)
+    assert sj_tac.recalibrate(fast, undo=True) == names
+    functional.reset_net(fast.eval())
+    assert torch.equal(fast(X), net(X))
 
 
 def test_freezing_at_single_frames_leaves_norms_alone_that_are_to_learn_from_them():
