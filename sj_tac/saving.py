@@ -88,10 +88,13 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
         corrected={n: Corrected(by=c.by, moved=c.moved, names=list(c.before)) for n, c in corrected.items()},
         matched="" if record is None else record.matched,
         notes=[] if record is None else list(record.notes),
+        freezes=record is not None and record.frozen and not any(role.frozen for role in norms.values()),
     )
 
     def text(checksum: str) -> str:
-        return json.dumps(manifest.model_dump() | {"checksum": checksum}, sort_keys=True)
+        # Older versions know no ``freezes``, and read what does not need it.
+        values = manifest.model_dump(exclude=None if manifest.freezes else {"freezes"})
+        return json.dumps(values | {"checksum": checksum}, sort_keys=True)
 
     archive.write(path, {k: t for k, t in tensors.items() if k not in tied}, more, text)
 

@@ -225,6 +225,20 @@ def test_frozen_norms_stay_frozen_and_new_ones_are(first):
         assert all(of(net.train(), name).training for name in NORMS)
 
 
+def test_a_file_says_that_norms_are_to_be_frozen_though_none_is_yet(tmp_path):
+    def bare():
+        torch.manual_seed(0)
+        return nn.Sequential(conv(2, 3), node("lif"), conv(3, 3), norm(3), node("lif")).double().eval()
+
+    net = sj_tac.convert(bare(), behind(1))
+    assert sj_tac.freeze_bn(net) == []
+    sj_tac.save(net, tmp_path / "net.pt")
+    again = sj_tac.load(tmp_path / "net.pt", bare())
+    for each in (net, again):
+        sj_tac.set_k(each, 4)
+        assert not each.train()[3].training
+
+
 def test_norms_in_kept_containers_behind_a_collapse_are_known():
     """A container's norm sees what its convolution does."""
     net = source()

@@ -61,4 +61,5 @@ def put(target: nn.Module, manifest: Manifest, corrected: dict[str, Correction])
     record = target.__dict__.get(RECORD)
     if record is not None:
         record.corrected.update(corrected)
-        record.matched, record.notes, record.frozen = manifest.matched, tuple(manifest.notes), bool(manifest.frozen)
+        record.matched, record.notes = manifest.matched, tuple(manifest.notes)
+        record.frozen = manifest.freezes or bool(manifest.frozen)

@@ -33,6 +33,7 @@ class Manifest(BaseModel):
         extra: values of the state_dict that are no tensors; local: the state_dict's metadata, by module.
         checksum: of the tensors, as ``archive.checksum``; empty in files of format 1.
         frozen, moved: BatchNorms; corrected, matched: what ``match`` and ``recalibrate`` wrote; notes: of the report.
+        freezes: though none is frozen yet, those are to be that another k stretches.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -54,6 +55,7 @@ class Manifest(BaseModel):
     matched: str
     notes: list[str]
     checksum: str = ""
+    freezes: bool = False
 
 
 def parse(path: Any, text: str) -> Manifest:
