@@ -154,7 +154,7 @@ class Drive:
 
         ``keeps``: what was found before may be taken again, which a call that is compiled must not.
         """
-        first = of.first
+        first = of.whole or of.steps[0]  # of.first, written out: every layer of every call asks
         # The only group of frames that no collapse made may be shorter than a whole one.
         if self.k > first and self.k % first and (of.whole or len(of.steps) > 1):
             return None

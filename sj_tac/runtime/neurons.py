@@ -84,12 +84,6 @@ class Unit:
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1
 
-    def as_traced(self, x: Tensor) -> Tensor:
-        """Drives with the mark that the trace has there, in a call of the net."""
-        if not (self.borders.collapses and self.borders.entered):
-            return x
-        return as_traced(x, self.name, self.span, self.merge, self.normalize)
-
     def pools_means(self, pooled: Any) -> bool:
         """Whether the frames behind the pool are means of what it takes of single steps: the largest, of a MaxPool."""
         return isinstance(self.pool, host.ANY_MAX_POOLS) and getattr(pooled, "means", None) is not None
@@ -147,22 +141,25 @@ class UnitModule(ByState, neuron.BaseNode):
             return self.multi_step_forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
-    def _look_at(self, x: Tensor) -> None:
-        """What a neuron of folded drives is handed, and whether a part that begins here is watched."""
-        unit = self._tac
+    def _look_at(self, x: Tensor) -> Tensor:
+        """What a neuron of folded drives is handed, whether a part that begins here is watched, and what is collapsed."""
+        unit, borders = self._tac, self._tac.borders
         if unit.folded:
-            unit.borders.check(x, unit.name)
-        if not unit.borders.entered and not isinstance(x, (Shared, Spikes)):
-            unit.borders.look()
+            borders.check(x, unit.name)
+        if not borders.entered:
+            if not isinstance(x, (Shared, Spikes)):
+                borders.look()
+        elif borders.collapses and not borders.are_plain:
+            x = as_traced(x, unit.name, unit.span, unit.merge, unit.normalize)
+        return x
 
     def multi_step_forward(self, x_seq: Tensor, *args: Any, **kwargs: Any) -> Any:
         unit = self._tac
-        if unit.folded or not unit.borders.entered:
-            self._look_at(x_seq)
+        if unit.folded or unit.borders.collapses or not unit.borders.entered:
+            x_seq = self._look_at(x_seq)
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
         fused = unit.borders.fused
-        x_seq = unit.as_traced(x_seq)
         if fused and not torch.is_grad_enabled() and not args and not kwargs:
             short: Any = straight.run if type(x_seq) is Shared else straight.run_features if unit.head else None
             found = None if short is None else short(self, unit, x_seq)
