@@ -204,9 +204,14 @@ def _rate(spikes: Any) -> Tensor | None:
 
 def _unit_rate(unit: Any, x: Any) -> Tensor | None:
     """The rates of a unit on shared drives, by ``fire`` alone, which makes no frames; None of anything else."""
-    if not isinstance(x, Shared) or not x.intact or x.merges or x.folded is not None:
+    if not isinstance(x, Shared) or not x.intact or _merges(x) or x.folded is not None:
         return None
     return fired(unit, x.expression)(None)
+
+
+def _merges(x: Shared) -> bool:
+    """Whether a neuron takes several steps as one: one step alone, of a short call behind a binary collapse, is a step."""
+    return x.merges and max(x.expression.groups.steps) > 1
 
 
 def fired(unit: Any, expression: SharedExpression) -> Callable[[Tensor | None], Tensor]:
@@ -288,7 +293,7 @@ class Fit:
     def _to_rates(self, name: str, unit: Any, args: tuple[Any, ...]) -> Any:
         """``I' = g I`` per channel, for the gain g that gives the channel the source's rate, found by bisection."""
         x = args[0]
-        maker = x.maker if isinstance(x, Shared) and x.intact and not x.merges else None
+        maker = x.maker if isinstance(x, Shared) and x.intact and not _merges(x) else None
         conv = maker.name if isinstance(maker, Drive) else ""
         norm_name = self.places.norm_of.get(conv)
         # With no affine map noted a pool may stand between, but a sum could not be told from one drive.

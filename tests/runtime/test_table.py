@@ -158,6 +158,7 @@ OPERATIONS = {
     "avg_pool1d": (lambda x, y: F.avg_pool1d(x.flatten(2), 3), True),
     "max_pool2d": (lambda x, y: F.max_pool2d(x, 2), True),
     "conv2d": (lambda x, y: F.conv2d(x, WEIGHT, padding=1), True),
+    "conv_transpose2d": (lambda x, y: F.conv_transpose2d(x, WEIGHT.transpose(0, 1), padding=1), True),
     "batch_norm": (lambda x, y: F.batch_norm(x, *STATISTICS), True),
     "batch_norm, training": (lambda x, y: F.batch_norm(x, None, None, training=True), True),
     "linear": (lambda x, y: F.linear(x, WEIGHT[0, 0].new_ones(2, 6)), True),
@@ -300,7 +301,8 @@ def test_the_list_is_closed_and_every_entry_is_tried():
     others = {  # the same functions under other names, and those for frames of other dimensions
         "requires_grad", "get", "iadd", "isub", "radd", "rmul", "mul", "truediv", "div", "neg",
         "concatenate", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool3d", "dropout1d", "dropout2d", "dropout3d",
-        "conv1d", "conv3d", "pad", "boolean_dispatch", "rsub", "pos", "rmatmul", "max_pool1d", "max_pool3d", "sub",
+        "conv1d", "conv3d", "conv_transpose1d", "conv_transpose3d",
+        "pad", "boolean_dispatch", "rsub", "pos", "rmatmul", "max_pool1d", "max_pool3d", "sub",
         "add", "fn", "view", "reshape",
     }  # fmt: skip
     assert {getattr(f, "__name__", str(f)).strip("_") for f in TABLE} - known - others == set()
