@@ -112,6 +112,7 @@ class Borders:
             work on frames, which say what they stand for where time is collapsed.
         alike: it is looked whether frames are one frame T times over, where the trace says so.
         collapses: time is collapsed somewhere, so that what gets ordinary frames and what gets values are not the same.
+        collapsed: it was, in the net's call that is running or was the last.
         watched: when the net was last called while autograd recorded, or collapses, something stood between its modules that
             autograd's graph would have to pass (backward hooks, FSDP) or that cannot take values (a compiled submodule).
         traced: every module gives ordinary frames, and a collapse goes by the trace.
@@ -121,6 +122,7 @@ class Borders:
 
     fused: bool = True
     collapses: bool = False
+    collapsed: bool = False
     watched: bool = False
     traced: bool = False
     told: bool = False
@@ -141,6 +143,8 @@ class Borders:
 
     def enter(self, model: nn.Module) -> None:
         """Look at the net whose call begins."""
+        if not self.entered:  # a net may call itself
+            self.collapsed = False
         self.entered = True
         if self.passes and (torch.is_grad_enabled() or (self.collapses and "torch._dynamo" in sys.modules)):
             self.watched = is_watched(model)
@@ -199,6 +203,13 @@ class Borders:
                     "another T than its input has, or cuts and pads time; set the model's own T, if it has one, or "
                     "convert it with an example_input of this size"
                 )
+
+    def go_by_trace(self) -> bool:
+        """Whether collapsed time ends where the trace says so: in the net's call, and where a checkpoint runs that again.
+
+        Of a part that is called by itself, and of a call that took a way without a collapse, the trace knows nothing.
+        """
+        return self.collapsed and (self.entered or torch._C._current_graph_task_id() != -1)
 
     @property
     def are_plain(self) -> bool:

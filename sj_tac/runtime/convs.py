@@ -96,7 +96,7 @@ class DriveModule(Matchable):
             drive.borders.look()
         if drive.batch_first or drive.borders.are_plain:
             return self._on_frames(ordinary(x, drive.name))
-        if drive.borders.collapses and drive.borders.entered:
+        if drive.borders.collapses and drive.borders.go_by_trace():
             x = as_traced(x, drive.name, drive.span, unfold=self._frames if self._folds else None)
         if isinstance(x, Frames) and (x.folded is not None) is self._folds:
             of_value, summed = self._of_value(x, logits)

@@ -275,6 +275,7 @@ class Drive:
         several = groups.steps[0] > 1 or (groups.frames is not groups.steps and len(groups.steps) == 1)
         collapses = self.mode == "collapse" and several and (self.k > 1 or means is not None)
         if collapses:
+            self.borders.collapsed = True
             groups = groups._replace(whole=max(self.k, 1 if means is None else means.whole))
         if self.mode == "collapse" and self.spikes == "count":
             means = groups if collapses else None

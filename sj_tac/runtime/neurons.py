@@ -146,10 +146,9 @@ class UnitModule(ByState, neuron.BaseNode):
         unit, borders = self._tac, self._tac.borders
         if unit.folded:
             borders.check(x, unit.name)
-        if not borders.entered:
-            if not isinstance(x, (Shared, Spikes)):
-                borders.look()
-        elif borders.collapses and not borders.are_plain:
+        if not borders.entered and not isinstance(x, (Shared, Spikes)):
+            borders.look()
+        if borders.collapses and not borders.are_plain and borders.go_by_trace():
             x = as_traced(x, unit.name, unit.span, unit.merge, unit.normalize)
         return x
 

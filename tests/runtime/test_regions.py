@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from spikingjelly.activation_based import functional, layer
 from support import conv, node
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sj_tac
-from sj_tac.runtime.borders import definition
+from sj_tac.runtime.borders import Span, definition
+from sj_tac.runtime.regions import as_traced
+from sj_tac.runtime.values import Shared
 
 C = 4
 
@@ -172,3 +175,74 @@ def test_frames_that_differ_have_no_mark():
     fast = sj_tac.convert(net, POLICIES["count"])
     net.collapsing = fast.collapsing = False
     assert torch.equal(results(fast, x)[0], results(net, x)[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("between", ["by a parameter", "copied to its dtype", "beside itself, by name"])
+def test_a_checkpoint_runs_it_again_as_it_was(between, reentrant):
+    """Autograd runs the part outside of the net's call; what the trace says of it holds there, too."""
+
+    class Again(Between):
+        checkpointed = False
+
+        def forward(self, x):
+            spikes = self.l1(self.c1(x))
+            if self.checkpointed:
+                return checkpoint(self.rest, spikes, use_reentrant=reentrant)
+            return self.rest(spikes)
+
+        def rest(self, spikes):
+            functional.reset_net(self.l2)  # it runs twice
+            return self.l2(self.between(self, self.c2(spikes)))
+
+    net = made(Again, SAME_SIZE[between])
+    net.train()  # neurons of old hosts have no gradients in eval mode
+    x = torch.rand(7, 3, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for fuse in (True, False):
+        fast = sj_tac.convert(net, POLICIES["count"], fuse=fuse, example_input=x)
+        for fast.checkpointed in (False, True):
+            functional.reset_net(fast)
+            fast.zero_grad()
+            y = fast(x.clone().requires_grad_()).as_subclass(torch.Tensor)
+            (y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+            found.append([y.detach(), *[p.grad for p in fast.parameters() if p.grad is not None]])
+    assert len(found[0]) > 4
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_call_without_the_collapse_has_no_mark_though_its_frames_are_alike():
+    """One image T times over, on a way that the sample did not take."""
+    net, x = made(Between, lambda net, x: x), torch.rand(1, 3, 2, 6, 6, dtype=torch.float64).repeat(6, 1, 1, 1, 1)
+    fast = sj_tac.convert(net, POLICIES["count"])
+
+    def way(net):
+        return net.l2(net.c2(x[:, :, :1].expand(-1, -1, C, -1, -1)))
+
+    expected = way(net)
+    fast.forward = lambda x: way(fast)
+    assert expected.any()
+    assert not expected.all()
+    assert torch.equal(fast(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_frames_are_alike_but_for_roundings(dtype):
+    x = torch.rand(4, 2, 3, 5, 5).to(dtype)
+    alike, span = x[:2].repeat_interleave(2, 0), Span(1, 2)
+    assert isinstance(as_traced(alike, "", span), Shared)
+    assert isinstance(
+        as_traced(
+            alike * (1 + torch.finfo(dtype).eps * torch.tensor([0, 1, 0, 1]).view(-1, 1, 1, 1, 1)).to(dtype), "", span
+        ),
+        Shared,
+    )
+    for other in (x, alike + torch.tensor([0, 0.05, 0, 0]).to(dtype).view(-1, 1, 1, 1, 1)):
+        assert as_traced(other, "", span) is other
+    for odd in (torch.inf, torch.nan):
+        other = x.clone()
+        other[0, 0, 0, 0, 0] = odd
+        assert as_traced(other, "", span) is other
+    assert as_traced(alike.to("meta"), "", span).is_meta
