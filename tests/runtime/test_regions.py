@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spikingjelly.activation_based import functional, layer
-from support import conv, node
+from support import conv, node, only_v2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,7 +177,7 @@ def test_frames_that_differ_have_no_mark():
     assert torch.equal(results(fast, x)[0], results(net, x)[0])
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=only_v2)])
 @pytest.mark.parametrize("between", ["by a parameter", "copied to its dtype", "beside itself, by name"])
 def test_a_checkpoint_runs_it_again_as_it_was(between, reentrant):
     """Autograd runs the part outside of the net's call; what the trace says of it holds there, too."""
