@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from spikingjelly.activation_based import functional
-from stub_cuda import DEVICE, REAL, needs_device, on_the_stub
+from stub_cuda import DEVICE, REAL, exact, needs_device, on_the_stub
 from support import csnn, frames
 
 import sj_tac
@@ -20,16 +20,8 @@ from sj_tac.runtime.runs import Run
 
 pytestmark = pytest.mark.gpu
 device = pytest.fixture(autouse=True)(on_the_stub)
-
-
-@pytest.fixture(autouse=True)
-def exact_convs(monkeypatch):
-    """TF32 would round the convolutions of the device, not those of the CPU; the fastest algorithm may change by call."""
-    if not REAL:
-        return
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+# TF32 would round the convolutions of the device, not those of the CPU; the fastest algorithm may change by call.
+exact_convolutions = pytest.fixture(autouse=True)(exact)
 
 
 def on_device(policy, k, **options):

@@ -244,6 +244,24 @@ def needs_device(why):
     return pytest.mark.skipif(not REAL, reason=f"no CUDA device: {why}")
 
 
+def exact():
+    """What a fixture yields: float32 convolutions and products without TF32, by algorithms that stay the same.
+
+    By hand: monkeypatch takes properties of torch.backends for attributes that it may delete again.
+    """
+    switches = (
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32"),
+        (torch.backends.cudnn, "deterministic"),
+    )
+    before = [getattr(module, name) for module, name in switches]
+    for module, name in switches:
+        setattr(module, name, name == "deterministic")
+    yield
+    for (module, name), value in zip(switches, before, strict=True):
+        setattr(module, name, value)
+
+
 def on_the_stub(monkeypatch, tmp_path):
     """What a fixture yields: the stand-in with both launchers, or None on a machine with a device."""
     if REAL:
