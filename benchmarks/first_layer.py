@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_layer [--keep-memory]    # on the CPU: layers run by one kernel, and in two
 
-On CUDA that kernel is off unless the environment asks for it (docs/gpu.md); benchmarks.gpu measures there.
+benchmarks.gpu measures there what is to be had on CUDA.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ CASES = {
     "2 -> 128, 3x3, 2x2 pool": Case(2, 128, 3, 1, 128, (2, 2, 0)),
     "2 -> 64, 3x3, no pool": Case(2, 64, 3, 1, 128, None),
     "3 -> 64, 7x7 stride 2, 3x3 pool": Case(3, 64, 7, 2, 224, (3, 2, 1)),
+}
+# On a GPU, these beside them.
+ON_GPU = CASES | {
+    "2 -> 64, 5x5, 2x2 pool": Case(2, 64, 5, 1, 128, (2, 2, 0)),
+    "3 -> 64, 3x3, 32 x 32, no pool": Case(3, 64, 3, 1, 32, None),
+    "1 -> 32, 3x3, 28 x 28, 2x2 pool": Case(1, 32, 3, 1, 28, (2, 2, 0)),
 }
 
 # On the CPU, of batches of 4.

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
@@ -28,10 +26,8 @@ from spikingjelly.activation_based.precision import PrecisionConfig, prepare_mod
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks import first_layer, measure, nets
-from sj_tac.functional import fire
-from sj_tac.kernels import backends
-from sj_tac.support import machine
+from benchmarks import measure, nets
+from benchmarks.gpu_kernels import Results, bandwidth, first_layers, graph_of, overheads
 from sj_tac.support.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,20 +57,6 @@ def eager(module: nn.Module, x: Tensor, precision: str) -> Callable[[], Any]:
         torch.cuda.synchronize()
 
     return run
-
-
-def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """What ``call`` launches, as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def graphed(module: nn.Module, x: Tensor, precision: str) -> Callable[[], Any]:
@@ -162,33 +144,6 @@ def training_rows(net: nn.Module, x: Tensor, precision: str) -> Makers:
     return rows
 
 
-class Results:
-    """What was measured so far: in a file after every row, so that nothing that comes later can lose it."""
-
-    def __init__(self, folder: Path, minutes: float) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file, self.end = folder / "all.json", time.monotonic() + 60 * minutes
-        self.content: dict[str, Any] = {"machine": machine.describe()}
-        self._write()
-
-    def _write(self) -> None:
-        write_text(self.file, json.dumps(self.content, indent=1) + "\n")
-
-    def add(self, stage: str, name: str, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The row of one configuration, or one that says why there is none."""
-        row: dict[str, Any] = {"name": name}
-        if time.monotonic() > self.end:
-            row["failed"] = "not measured: out of time"
-        else:
-            try:
-                row |= measured()
-            except Exception as error:  # one configuration's failure must not cost the others
-                row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
-        self.content.setdefault(stage, []).append(row)
-        self._write()
-        return row
-
-
 def timed(make: Callable[[], Callable[[], Any]], rounds: int) -> dict[str, Any]:
     """Seconds of each round, and the device memory in MB that a call takes on top of what is there.
 
@@ -209,98 +164,15 @@ def timed(make: Callable[[], Callable[[], Any]], rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "peak MB": round((called or made) / 1e6, 1)}
 
 
-def seconds_of(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Of one call on the device alone: replays of a CUDA graph, between events, so that no Python is in it."""
-    graph = graph_of(call)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    begin.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
-
-
-@torch.no_grad()
-def fire_bandwidth(dtype: torch.dtype, last: bool, size: int, k: int) -> dict[str, Any]:
-    """Bytes a second of ``fire`` alone, as in a layer of DVSGestureNet at batch 16, against a copy of as many bytes."""
-    net, _ = nets.make("DVSGestureNet", 1)
-    node = next(m for m in net.modules() if hasattr(m, "v_threshold"))
-    groups, pool = 16 // k, nn.MaxPool2d(2, 2)
-    layout = torch.channels_last if last else torch.contiguous_format
-    y = torch.randn(groups * 16, 128, size, size, dtype=dtype, device="cuda").contiguous(memory_format=layout)
-    y, weights = y.unflatten(0, (groups, 16)), torch.rand(16, device="cuda") if k > 1 else None
-    scale, shift = torch.rand(128, device="cuda"), torch.rand(128, device="cuda")
-    kernel, _ = backends.fastest("auto", y.device, dtype)
-
-    def run() -> Any:
-        return fire(y, node, k, scale=scale, shift=shift, pool=pool, weights=weights, group=k, backend=kernel)
-
-    out, v = run()
-    moved = sum(t.numel() * t.element_size() for t in (y, out, v))
-    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    ours, copying = seconds_of(run), seconds_of(lambda: target.copy_(source))
-    rates = {"GB/s": round(moved / ours / 1e9), "copy GB/s": round(moved / copying / 1e9)}
-    return {"kernel": kernel, "ms": 1e3 * ours, **rates, "of copy": round(copying / ours, 3)}
-
-
-def bandwidth(results: Results, console: Console) -> None:
-    """``fire_bandwidth`` of the first two layers in every dtype and layout."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for last in (False, True):
-            for size, k in ((128, 1), (128, 2), (128, 4), (64, 2)):
-                name = f"{str(dtype)[6:]}, {size} x {size}, k={k}{LAST if last else ''}"
-                case = (dtype, last, size, k)
-                console.print(results.add("bandwidth", name, lambda case=case: fire_bandwidth(*case)))
-
-
-@torch.no_grad()
-def one_kernel(case: str, dtype: torch.dtype, k: int, device: str = "cuda") -> dict[str, Any]:
-    """Milliseconds of a first layer by cuDNN and ``fire``, and in one kernel; which is faster; and outputs that differ."""
-    net, x = first_layer.converted(first_layer.CASES[case], dtype, k, device)
-    alone = net[:-2]
-
-    def run() -> Tensor:
-        functional.reset_net(alone)
-        value: Any = alone(x)
-        found: Tensor = next(iter(value.sums.values())) if getattr(value, "sums", None) else value[:]
-        return found
-
-    times, found = {}, []
-    for name, said in (("cuDNN, fire", "0"), ("one kernel", "1")):
-        before = first_layer.runs()
-        with first_layer.asked(said):
-            found.append(run())
-            times[name] = seconds_of(run)
-        if (first_layer.runs() > before) is not (said == "1"):
-            raise RuntimeError(f"{name}: the kernel that convolves and fires ran {first_layer.runs() - before} times")
-    apart, together = times.values()
-    return {
-        **{f"{name}, ms": 1e3 * seconds for name, seconds in times.items()}, "ratio": round(apart / together, 3),
-        "faster": min(times, key=lambda name: times[name]),
-        "outputs that differ": float((found[0] != found[1]).float().mean()),
-    }  # fmt: skip
-
-
-def first_layers(results: Results, console: Console) -> None:
-    """``one_kernel`` of every layer: what decides whether it is to be asked for."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for case in first_layer.CASES:
-            for k in KS[:3]:
-                name, which = f"{str(dtype)[6:]}, {case}, k={k}", (case, dtype, k)
-                console.print(results.add("first layer", name, lambda which=which: one_kernel(*which)))
-
-
+STAGES = ("kernels", "inference", "training")
 PRECISIONS = ("TF32", "bf16", "bf16 weights")
 
 
 def tables(results: Results, console: Console, options: argparse.Namespace) -> None:
     """Inference, then training, of every net in every precision."""
-    for kind in ("inference", "training"):
+    for kind in (stage for stage in STAGES[1:] if stage in options.stage):
         for name in options.net or ["DVSGestureNet", "paper-dvs"]:
-            for precision in PRECISIONS:
+            for precision in options.precision:
                 title = f"{kind} {name} {precision}, batch {options.batch}"
                 net, x = nets.make(name, options.batch, "cuda")
                 if precision == "bf16 weights":
@@ -348,14 +220,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.5, help="measure nothing more after this")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile of SpikingJelly")
     parser.add_argument("--tests", type=float, metavar="MINUTES", help="run the GPU tests, after all that is measured")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="default: all, in this order")
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="default: all")
     options = parser.parse_args()
+    options.stage, options.precision = options.stage or STAGES, options.precision or PRECISIONS
     if not torch.cuda.is_available():
         parser.error("no CUDA device: torch.cuda.is_available() is False")
     console = Console(width=130, record=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     results = Results(options.out, options.minutes)
-    bandwidth(results, console)
-    first_layers(results, console)
+    if "kernels" in options.stage:
+        for stage in (bandwidth, first_layers, overheads):
+            stage(results, console)
     tables(results, console, options)
     if options.tests:
         tests(options.out, console, 60 * options.tests)

@@ -31,7 +31,7 @@ def misread(
         return {}
     first = "the first sample" if place == axes.batch else f"the first part of the input's dimension {place[1]}"
     before, after = (_look(model, tried, looked, sample) for tried in (arguments, _others(arguments, *place)))
-    own = torch.zeros(sample.batch, dtype=torch.bool)
+    own = torch.zeros(sample.batch, dtype=torch.bool, device="cpu")
     own[0] = True
     if place != axes.batch:
         if before.frames is None or after.frames is None or before.frames.shape != after.frames.shape:

@@ -172,7 +172,7 @@ def _neuron_problem(module: nn.Module, x: Tensor, batch_first: bool) -> str:
     """What a neuron breaks on its frames: those of the sample, and noise of several sizes that makes it fire."""
     if x.dim() < 2:
         return f"it is handed {list(x.shape)}, and no frames"
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    noise = torch.randn(x.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(x)
     for frames in (x, *(noise * size + size / 2 for size in (0.5, 2.0, 8.0))):
         try:
             problem = _neuron_problem_on(module, frames, batch_first)
@@ -203,7 +203,7 @@ def _affine_problem(module: nn.Module, x: Tensor) -> str:
     moved = copy.deepcopy(module).double()
     with torch.no_grad():
         for parameter in moved.parameters():
-            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64, device="cpu").to(parameter.device)
             parameter.add_(noise + 0.5)
     found = _affine_problem_of(copy.deepcopy(module).double(), x)
     if found or not _is_finite(moved, x):
@@ -221,7 +221,9 @@ def _is_finite(wide: nn.Module, x: Tensor) -> bool:
 def _batches(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two batches of a shape: numbers with zeros among them, and spikes."""
     generator = torch.Generator().manual_seed(0)
-    a, chance, spikes = (torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) for _ in range(3))
+    a, chance, spikes = (
+        torch.rand(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device) for _ in range(3)
+    )
     return torch.where(chance < 0.4, 0.0, 64 * a - 32), (spikes < 0.4).double()
 
 

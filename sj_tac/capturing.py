@@ -132,13 +132,44 @@ def _record(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable
     aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP - 1):
+            run()
+        with _refusing_to_wait():
             run()
     torch.cuda.current_stream(device).wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        out = run()
+    with torch.cuda.device(device):
+        here = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph):
+                out = run()
+        except BaseException:
+            _end(graph, here)
+            raise
     return out, graph.replay
+
+
+@contextlib.contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """RuntimeError where torch waits for the GPU: found before a recording begins, which could only fail."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _end(graph: torch.cuda.CUDAGraph, here: torch.cuda.Stream) -> None:
+    """Mend what torch leaves of a recording that failed: its stream is the current one, its memory is not given back, and
+    the random generator takes it to go on, so that no random number could be drawn any more.
+    """
+    torch.cuda.set_stream(here)
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(here.device_index, graph.pool())
+    with contextlib.suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=here.device)  # a recording that ends as it should is what ends the generator's
+    torch.cuda.set_stream(here)
 
 
 @contextlib.contextmanager

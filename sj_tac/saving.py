@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -21,7 +20,7 @@ from sj_tac.errors import CheckpointError, ConversionError, refuse_unknown
 from sj_tac.policy import Policy, nearest
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.swaps import is_swapped, users_class
-from sj_tac.support import archive
+from sj_tac.support import archive, machine
 from sj_tac.support.manifest import FORMAT, Corrected, Manifest, parse
 from sj_tac.support.tensors import aliases, apart, restride, strides, tie
 
@@ -74,7 +73,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
     manifest = Manifest(
         format=FORMAT,
         model=type(net).__name__,
-        versions={name: version(name) for name in ("sj_tac", "torch", "spikingjelly")},
+        versions={name: machine.version_of(name) or "unknown" for name in ("sj_tac", "torch", "spikingjelly")},
         policy=None if record is None else policy_of(net).to_dict(),
         fused=record is None or record.plan.fused,
         layers=_layers(net, record),

@@ -10,7 +10,7 @@ import stub_cuda
 import torch
 from rich.console import Console
 
-from benchmarks import first_layer, gpu, measure, nets
+from benchmarks import first_layer, gpu, gpu_kernels, measure, nets, overhead
 from sj_tac.kernels.gpu import conv_fire
 
 
@@ -23,7 +23,15 @@ def options(tmp_path, monkeypatch):
     monkeypatch.setattr(
         nets, "make", lambda name, batch, device="cpu": (torch.nn.Conv2d(1, 1, 1), torch.zeros(2, 1, 1, 4, 4))
     )
-    return types.SimpleNamespace(out=tmp_path / "found", net=["DVSGestureNet"], batch=1, rounds=2, no_compile=True)
+    return types.SimpleNamespace(
+        out=tmp_path / "found",
+        net=["DVSGestureNet"],
+        batch=1,
+        rounds=2,
+        no_compile=True,
+        stage=gpu.STAGES,
+        precision=gpu.PRECISIONS,
+    )
 
 
 def test_every_row_is_in_the_file_before_the_next_begins(tmp_path):
@@ -109,10 +117,12 @@ def stub(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
 def test_a_first_layer_is_run_both_ways_and_the_faster_one_is_named(stub, monkeypatch, tmp_path):
-    seconds = iter([0.004, 0.001])
-    monkeypatch.setattr(gpu, "seconds_of", lambda run: (run(), next(seconds))[1])
-    monkeypatch.setitem(first_layer.CASES, "small", first_layer.Case(2, 8, 3, 1, 16, (2, 2, 0)))
-    found = gpu.Results(tmp_path, 1).add("first layer", "one", lambda: gpu.one_kernel("small", torch.float32, 2, "cpu"))
+    seconds = iter([0.004, 0.001, 0.003])
+    monkeypatch.setattr(gpu_kernels, "seconds_of", lambda run: (run(), next(seconds))[1])
+    monkeypatch.setitem(first_layer.ON_GPU, "small", first_layer.Case(2, 8, 3, 1, 16, (2, 2, 0)))
+    found = gpu.Results(tmp_path, 1).add(
+        "first layer", "one", lambda: gpu_kernels.one_kernel("small", torch.float32, 2, "cpu")
+    )
     assert (found["cuDNN, fire, ms"], found["one kernel, ms"], found["ratio"]) == (4.0, 1.0, 4.0)
     assert found["faster"] == "one kernel"
     assert found["outputs that differ"] < 1e-3
@@ -122,14 +132,29 @@ def test_a_first_layer_is_run_both_ways_and_the_faster_one_is_named(stub, monkey
 
 @pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
 def test_a_first_layer_whose_kernel_does_not_run_is_a_row_that_says_so(stub, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "seconds_of", lambda run: 1.0)
-    monkeypatch.setitem(first_layer.CASES, "five", first_layer.Case(5, 8, 3, 1, 16, None))
-    found = gpu.Results(tmp_path, 1).add("first layer", "one", lambda: gpu.one_kernel("five", torch.float32, 2, "cpu"))
+    monkeypatch.setattr(gpu_kernels, "seconds_of", lambda run: 1.0)
+    monkeypatch.setitem(first_layer.ON_GPU, "five", first_layer.Case(5, 8, 3, 1, 16, None))
+    found = gpu.Results(tmp_path, 1).add(
+        "first layer", "one", lambda: gpu_kernels.one_kernel("five", torch.float32, 2, "cpu")
+    )
     assert found["failed"] == "RuntimeError: one kernel: the kernel that convolves and fires ran 0 times"
 
 
 def test_every_first_layer_is_measured(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(gpu, "one_kernel", lambda *which: (seen.append(which), {})[1])
-    gpu.first_layers(gpu.Results(tmp_path, 1), Console(quiet=True))
-    assert len(read(tmp_path)["first layer"]) == len(set(seen)) == 2 * len(first_layer.CASES) * 3
+    monkeypatch.setattr(gpu_kernels, "one_kernel", lambda *which: (seen.append(which), {})[1])
+    gpu_kernels.first_layers(gpu.Results(tmp_path, 1), Console(quiet=True))
+    others = len(first_layer.ON_GPU) - len(first_layer.CASES)
+    assert len(read(tmp_path)["first layer"]) == len(set(seen)) == 2 * (3 * len(first_layer.CASES) + others)
+
+
+@pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
+def test_what_a_call_costs_is_a_row_of_either_launcher_and_of_the_host(stub, monkeypatch, tmp_path):
+    monkeypatch.setattr(overhead, "LAYERS", 2)
+    cost = gpu_kernels.call_overhead
+    monkeypatch.setattr(gpu_kernels, "call_overhead", lambda maker: cost(maker, "cpu", 0.0))
+    gpu_kernels.overheads(gpu_kernels.Results(tmp_path, 1), Console(quiet=True))
+    rows = read(tmp_path)["overhead"]
+    assert [row["name"] for row in rows][:2] == ["SpikingJelly eager", "sj_tac, cupy, k=1"]
+    assert len(rows) == 7
+    assert all(row["us a layer"] > 0 for row in rows)

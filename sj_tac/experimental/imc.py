@@ -43,7 +43,9 @@ def minimum_channels(channels_in: int, rate_in: float, rate_out: float, shrink: 
     Raises:
         ValueError: channels at ``rate_out`` carry nothing, so that no number of them is enough.
     """
-    came, carried = (bsc_information(torch.tensor(rate, dtype=torch.float64), flip).item() for rate in (rate_in, rate_out))
+    came, carried = (
+        bsc_information(torch.tensor(rate, dtype=torch.float64, device="cpu"), flip).item() for rate in (rate_in, rate_out)
+    )
     if carried < 1e-5:
         raise ValueError(f"minimum_channels got rate_out={rate_out}, flip={flip}: such channels carry no information")
     return math.ceil(channels_in * came / carried * shrink - 1e-9)

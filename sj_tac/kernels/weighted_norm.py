@@ -40,8 +40,10 @@ class _WeightedBatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
+        # What a call that does not train saves of a batch is empty; CUDA insists that it is there.
+        none = x.new_empty(0, dtype=mean.dtype)
         given, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+            grad, x, weight, mean, var, none, none, False, ctx.eps, [True, True, True]
         )
         # What is left is the statistics' own part: grad_x -= q_g * scale * (sum grad + x_hat * sum(grad * x_hat)).
         invstd = torch.rsqrt(var + ctx.eps)

@@ -343,7 +343,7 @@ class DriveModule(Matchable):
         with torch.no_grad():
             beta = host.decay(drive.node, torch.float64)
         weights = decay_weights(float(beta), [drive.span.stretch] * drive.frames)
-        return torch.tensor(weights, dtype=torch.float64).log().to(host.held_weight(self.inner()))
+        return torch.tensor(weights, dtype=torch.float64, device="cpu").log().to(host.held_weight(self.inner()))
 
     def extra_repr(self) -> str:
         drive = self._tac

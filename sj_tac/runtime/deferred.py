@@ -219,10 +219,10 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
 
 
 def may_be_one(conv: Any, frames: Tensor) -> bool:
-    """Whether one kernel may run it with the neuron behind it, by what is asked, the channels and the size of the input."""
+    """Whether one kernel may run it with the neuron behind it: allowed, few channels, and input enough."""
     few = conv.in_channels <= conv_fire.FEW
     pays = frames.device.type in conv_fire.DEVICES or frames.numel() * conv.out_channels >= LARGE_FOR_ONE * conv.in_channels
-    return bool(few and pays) and conv_fire.is_asked(frames.device)
+    return bool(few and pays) and conv_fire.is_allowed(frames.device)
 
 
 def _gains_in_parts(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -233,7 +233,7 @@ def _gains_in_parts(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) ->
 
 def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequence[int]) -> Any:
     """What one kernel may convolve and fire; None where it may not."""
-    if of.frames.shape[2] > conv_fire.FEW or not conv_fire.is_asked(of.frames.device):
+    if of.frames.shape[2] > conv_fire.FEW or not conv_fire.is_allowed(of.frames.device):
         return None
     drive = conv._tac
     # Behind a collapse, neurons take their means another way; by the reference kernel nothing is fused at all.

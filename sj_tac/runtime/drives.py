@@ -16,7 +16,7 @@ from sj_tac import host
 from sj_tac.errors import ConversionError, PlanNotKeptWarning
 from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate as aggregation, reference
-from sj_tac.kernels.checks import WIDE
+from sj_tac.kernels.checks import WIDE, wide_dtype
 from sj_tac.kernels.weights import decay_weights, learned_weights
 from sj_tac.runtime import compiled, matched
 from sj_tac.runtime.borders import PLAIN, Borders, Span
@@ -221,6 +221,8 @@ class Drive:
         if wanted.sums_nothing:
             return x
         kernel = aggregation.choose(self.backend, x.device, x.dtype)
+        if not x.dtype.is_floating_point:
+            wide_dtype("aggregate", x)  # says what to do; plain PyTorch would sum whole numbers
         if kernel == reference.NAME or dispatch.is_in_grad():
             return reference.aggregate(x, *wanted.weights())
         return aggregation.run_compiled(kernel, x, wanted.flat, wanted.size)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.host import dispatch, neuron
-from sj_tac.kernels import reference
+from sj_tac.kernels import backends, reference
 from sj_tac.kernels.layout import laid_like
 from sj_tac.kernels.weights import group_lengths, temporal_sum
 from sj_tac.runtime import compiled, straight
@@ -78,8 +78,14 @@ class Unit:
         return self.__dict__ | {"reader": None, "direct": None, "launches": {}, "_means": {}, "made": Counter(self.made)}
 
     def keeps_half(self, x: Tensor) -> bool:
-        """Whether the steps are the host's, with voltages in the half dtype of ``x``: kernels have them in float32."""
-        return self.head and host.wide_dtype(x.dtype) is not x.dtype
+        """Whether the steps are the host's, with voltages in the half dtype of ``x``: kernels have them in float32.
+
+        On CUDA the kernel runs them. The host's half steps are a dozen launches each, and all others have float32 there.
+        """
+        if not self.head or host.wide_dtype(x.dtype) is x.dtype:
+            return False
+        kernel, problem = backends.fastest(self.backend, x.device, x.dtype)
+        return self.backend == reference.NAME or kernel not in backends.ON_CUDA or bool(problem)
 
     def frames_made(self, reader: str) -> None:
         self.made[reader] += 1

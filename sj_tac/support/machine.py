@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import platform
+import sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,15 @@ import torch
 from sj_tac.support import memory
 
 PACKAGES = ("spikingjelly", "numba", "sj_tac")
+
+
+def version_of(package: str) -> str:
+    """The version of a package; empty where it is not known, as that of a checkout that nobody installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        found: str = getattr(sys.modules.get(package), "__version__", "")
+        return found
 
 
 def describe() -> dict[str, Any]:
@@ -31,10 +41,7 @@ def describe() -> dict[str, Any]:
             device["cuda-bindings"] = version("cuda-bindings")
         with contextlib.suppress(Exception):  # a broken one raises whatever it likes
             device["cupy"] = importlib.import_module("cupy").__version__
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    versions = {name: found for name in PACKAGES if (found := version_of(name))}
     return device | {
         "cpu": cpu,
         "threads": torch.get_num_threads(),

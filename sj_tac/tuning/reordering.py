@@ -53,7 +53,7 @@ class Reordering:
     def add(self, net: nn.Module, batch: Batch, number: int) -> None:
         """One batch with labels. Raises BatchError."""
         assert batch.labels is not None
-        order = torch.rand(batch.frames.shape[:2], generator=self.rng).argsort(0).to(batch.frames.device)
+        order = torch.rand(batch.frames.shape[:2], generator=self.rng, device="cpu").argsort(0).to(batch.frames.device)
         every = torch.arange(batch.samples, device=order.device)
         frames = {
             "as they come": batch.frames, "shuffled": batch.frames[order, every], "reversed": batch.frames.flip(0)

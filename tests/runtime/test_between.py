@@ -266,7 +266,8 @@ def test_attributes_of_the_users_on_frames_are_kept_or_refused(name):
             fused(frames())
 
 
-def test_frames_of_whole_numbers_are_told_what_to_become():
-    fused, _ = both(Net().float())
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_frames_of_whole_numbers_are_told_what_to_become(backend):
+    fused = sj_tac.convert(Net().float(), "preserve", 2, backend=backend)
     with pytest.raises(ValueError, match=r"got frames \[6, 2, 2, 8, 8\] of torch.uint8.*x\.float\(\)"):
         fused(frames().to(torch.uint8))

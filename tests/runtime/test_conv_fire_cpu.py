@@ -248,7 +248,7 @@ def test_one_step_at_a_time():
 def test_the_variable_is_checked(monkeypatch):
     net = converted(source())
     monkeypatch.setenv(conv_fire.VARIABLE, "no")
-    with torch.no_grad(), pytest.raises(BackendError, match=r"SJ_TAC_CONV_FIRE='no'.*, 0 forbids it on the CPU"):
+    with torch.no_grad(), pytest.raises(BackendError, match=r"SJ_TAC_CONV_FIRE='no'.* neither 1 nor 0; 0 forbids"):
         net(frames())
 
 

@@ -138,7 +138,7 @@ def _differing(conv: Convolution, samples: int, filters: Tensor, options: Sequen
         sizes = samples, conv.inputs, conv.height, conv.width
         x = torch.empty_strided(sizes, conv.strides).normal_(generator=random)
         w = torch.empty_strided(filters.shape, filters.stride()).normal_(generator=random)
-        bias = torch.empty(len(w)).normal_(generator=random) if conv.biased else None
+        bias = torch.empty(len(w), device="cpu").normal_(generator=random) if conv.biased else None
         y = torch.conv2d(x, w, bias, *options)
     if not y.is_contiguous(memory_format=torch.channels_last if conv.last else torch.contiguous_format):
         return y.numel()
@@ -177,7 +177,7 @@ def _slid(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | Non
     high = max(height + conv.above, rows - 1 + conv.high)
     half = (max(width + conv.before, columns - 1 + conv.wide) + 1) // 2
     # Registers without slots read a whole one, too.
-    room = torch.zeros(groups * batch * inputs * high * 2 * half + convolving.LANES)
+    room = torch.zeros(groups * batch * inputs * high * 2 * half + convolving.LANES, device="cpu")
     put = room[: -convolving.LANES].view(groups, batch, inputs, high, 2, half)
     for odd in (0, 1):
         first = (odd - conv.before) % 2
@@ -198,10 +198,10 @@ def _convolved(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor 
     wide = max(conv.width + conv.before, (columns - 1) * conv.along + conv.wide)
     inside = frames.movedim(2, -1)
     if (high, wide) != (conv.height, conv.width):
-        room = torch.zeros(*frames.shape[:2], high, wide, conv.inputs)
+        room = torch.zeros(*frames.shape[:2], high, wide, conv.inputs, device="cpu")
         room[:, :, conv.above : conv.above + conv.height, conv.before : conv.before + conv.width] = inside
         inside = room
-    rows_of = torch.zeros(filters.numel() + convolving.LANES)
+    rows_of = torch.zeros(filters.numel() + convolving.LANES, device="cpu")
     lines, line, taps, tap = conv.high, wide * conv.inputs, conv.wide * conv.inputs, 1
     order = 2, 3, 1, 0
     if conv.by_columns:

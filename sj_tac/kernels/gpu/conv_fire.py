@@ -1,8 +1,8 @@
-"""Convolution and ``fire`` in one CUDA kernel, where frames have a few channels: a net's first layer. Off unless asked for.
+"""Convolution and ``fire`` in one CUDA kernel, where frames have a few channels: a net's first layer.
 
-The drives never reach memory. Whether that is faster than a library's convolution and ``fire`` behind it is not measured
-yet, so nothing takes it by itself: ``SJ_TAC_CONV_FIRE=1`` in the environment asks for it. How it works: src/conv_fire.cu.
-On the CPU it is measured, and taken but for ``SJ_TAC_CONV_FIRE=0``: kernels/cpu/conv_launches.py.
+The drives never reach memory. On an H200 that was faster than cuDNN's convolution and ``fire`` behind it for every layer
+that was measured (docs/gpu.md), so it is taken where it can be, but for ``SJ_TAC_CONV_FIRE=0`` in the environment. How it works:
+src/conv_fire.cu. The CPU's: kernels/cpu/conv_launches.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sj_tac.kernels.gpu.launches import Launch
 from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
 
-# The variable that asks for it, and the devices where it can be had.
+# The variable that forbids it, and the devices where it can be had.
 VARIABLE = "SJ_TAC_CONV_FIRE"
 DEVICES = {"cuda"}
 # Input channels, at most, and the kernels and strides that there are.
@@ -32,21 +32,20 @@ FEW, KERNELS, STRIDES = 4, (3, 5, 7), (1, 2)
 BLOCK, PLANE, ROW, DEEP = 256, 64, 32, 4
 
 
-def is_asked(device: torch.device) -> bool:
-    """Whether ``SJ_TAC_CONV_FIRE`` asks for the kernel on this device, on the CPU whether it does not forbid it.
+def is_allowed(device: torch.device) -> bool:
+    """Whether there is such a kernel for this device, and ``SJ_TAC_CONV_FIRE`` does not forbid it.
 
     Raises BackendError where it is neither 1 nor 0.
     """
-    on_cuda = device.type in DEVICES
-    if not on_cuda and device.type != "cpu":
+    if device.type not in DEVICES and device.type != "cpu":
         return False
     said = os.environ.get(VARIABLE, "")
     if said not in ("", "0", "1"):
         raise BackendError(
-            f"{VARIABLE}={said!r} in the environment is neither 1 nor 0; 1 asks for convolution and fire in one "
-            "CUDA kernel, 0 forbids it on the CPU"
+            f"{VARIABLE}={said!r} in the environment is neither 1 nor 0; 0 forbids convolution and fire in one kernel, "
+            "1 is as nothing"
         )
-    return said == "1" or (said == "" and not on_cuda)
+    return said != "0"
 
 
 class Convolution(NamedTuple):
