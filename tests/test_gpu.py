@@ -38,7 +38,7 @@ def test_the_cuda_kernels_are_what_runs():
     converted = sj_tac.report(fast).converted
     heads = [m for m in fast.modules() if isinstance(m, UnitModule) and m._tac.head]
     assert RUNS["fire", "cupy"] == before + len(converted) + len(heads)
-    assert [v.kernel for v in converted] == ["cupy, fused with its convolution", "cupy, fused", "cupy, fused"]
+    assert {v.kernel for v in converted} == {"cupy, fused with its convolution"}  # all of four channels at most
 
 
 @torch.no_grad()

@@ -223,4 +223,4 @@ def test_a_call_of_a_converted_net_launches_each_kernel_once_a_layer(device):
     del device.calls[:]
     fast(frames(4, 2, 2, 8, 8))
     launched = [kernel for _, kernel, _ in device.calls]
-    assert launched == ["aggregate_forward", "norm_affine", "conv_fire_forward", "norm_affine", "fire_forward"]
+    assert launched == ["aggregate_forward", "norm_affine", "conv_fire_forward", "norm_affine", "conv_fire_forward"]

@@ -1,8 +1,8 @@
 """Convolution and ``fire`` in one CUDA kernel, where frames have a few channels: a net's first layer.
 
 The drives never reach memory. On an H200 that was faster than cuDNN's convolution and ``fire`` behind it for every layer
-that was measured (docs/gpu.md), so it is taken where it can be, but for ``SJ_TAC_CONV_FIRE=0`` in the environment. How it works:
-src/conv_fire.cu. The CPU's: kernels/cpu/conv_launches.py.
+that was measured (docs/gpu.md), so it is taken where it can be, but for ``SJ_TAC_CONV_FIRE=0`` in the environment.
+How it works: src/conv_fire.cu. The CPU's: kernels/cpu/conv_launches.py.
 """
 
 from __future__ import annotations
