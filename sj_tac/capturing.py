@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -153,11 +154,17 @@ def _record(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable
 def _refusing_to_wait() -> Iterator[None]:
     """RuntimeError where torch waits for the GPU: found before a recording begins, which could only fail."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _on_waiting("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _on_waiting(before)
+
+
+def _on_waiting(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not notice all that waits, which is known here
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _end(graph: torch.cuda.CUDAGraph, here: torch.cuda.Stream) -> None:

@@ -228,7 +228,9 @@ def _numba(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _by_operator(call: Call, linear: Tensor | None, launcher: str = "") -> tuple[Tensor, Tensor]:
     backends.refuse_onnx("fire")
-    out: tuple[Tensor, Tensor] = fire_op.fire(*operands(call, linear, launcher))
+    straight = dispatch.is_plain(call.y) and call.y.device.type in fire_op.FORWARD
+    fire: Any = fire_op.Differentiated.apply if straight else fire_op.fire
+    out: tuple[Tensor, Tensor] = fire(*operands(call, linear, launcher))
     return out
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sj_tac.host import dispatch
 from sj_tac.kernels.checks import check_fire, check_fire_backward, emitted_shape, refuse_dtype
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last, laid
@@ -96,8 +97,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     return empty(o.y, list(emitted_shape(o)), last), empty(o.y, list(o.y.shape[1:]), last, wide)
 
 
-@torch.library.custom_op("sj_tac::fire_backward", mutates_args=(), device_types="cpu")
-def fire_backward(
+def fire_backward_now(
     go: Tensor,
     gv: Tensor | None,
     y: Tensor,
@@ -156,6 +156,9 @@ def fire_backward(
     return gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights
 
 
+fire_backward = torch.library.custom_op("sj_tac::fire_backward", fire_backward_now, mutates_args=(), device_types="cpu")
+
+
 @fire_backward.register_fake
 def _(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     *operands, need_linear, need_weights = arguments
@@ -209,6 +212,11 @@ def _backward_on_cuda(*arguments: Any) -> tuple[Tensor, ...]:
     return found
 
 
+# By kind of device, for who goes past torch's dispatch.
+FORWARD: dict[str, Any] = {"cpu": fire_now, "cuda": _on_cuda}
+BACKWARD: dict[str, Any] = {"cpu": fire_backward_now, "cuda": _backward_on_cuda}
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # Nothing of T frames but the residual, which is there anyway: the steps are run again from y and v0.
     ctx.save_for_backward(*inputs[:8])
@@ -224,13 +232,30 @@ def _backward(ctx: Any, go: Tensor | None, gv: Tensor | None) -> tuple[Any, ...]
             return (None,) * (8 + len(options))
         o = Operands(*given, *options)
         go = o.y.new_zeros(emitted_shape(o))
-    gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = fire_backward(go, gv, *given, *options, needs[5], needs[7])
+    # Who wants a gradient of this gradient, or watches, is the operator's.
+    straight = not torch.is_grad_enabled() and dispatch.is_plain(go)
+    backward: Any = BACKWARD[go.device.type] if straight else fire_backward
+    gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = backward(go, gv, *given, *options, needs[5], needs[7])
     found = (gy, g_residual, g_scale, g_shift, gv0, g_linear, None, g_weights)
     wanted = [g if needed and x is not None else None for x, g, needed in zip(given, found, needs, strict=False)]
     return (*wanted, *[None] * len(options))
 
 
 fire.register_autograd(_backward, setup_context=_setup)
+
+
+class Differentiated(torch.autograd.Function):
+    """The operator for tensors that nobody watches: the same kernels and gradients, without torch's way to an operator of
+    Python's, which costs more than the kernel of a small map.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        _setup(ctx, inputs, None)
+        found: tuple[Tensor, Tensor] = FORWARD[inputs[0].device.type](*inputs)
+        return found
+
+    backward = staticmethod(_backward)
 
 
 def _no_second(ctx: Any, *gradients: Any) -> tuple[Any, ...]:

@@ -228,6 +228,8 @@ def stand_in(monkeypatch):
         (aggregate_op.aggregate_backward, aggregate_op._backward_on_cuda),
     ):
         monkeypatch.setitem(operator._backend_fns, "cpu", kernel)
+    monkeypatch.setitem(fire_op.FORWARD, "cpu", fire_op._on_cuda)
+    monkeypatch.setitem(fire_op.BACKWARD, "cpu", fire_op._backward_on_cuda)
     fastest = backends.fastest
 
     def on_a_device(backend, device, dtype):
