@@ -99,12 +99,13 @@ class Sums:
     rows: list[Sequence[float | Tensor]]
     flat: Tensor
     key: tuple[object, ...]
-    _hash: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._hash = hash(self.key)
+    _hash: int = field(default=0, init=False)
 
     def __hash__(self) -> int:
+        # Kept, as every call asks for it; not before it is asked for: a compiled call never does, and torch.compile of
+        # torch 2.11 cannot trace the hash of a tuple.
+        if self._hash == 0:
+            self._hash = hash(self.key)
         return self._hash
 
     def __eq__(self, other: object) -> bool:
