@@ -21,6 +21,7 @@ from sj_tac.kernels.weights import merged_steps
 
 # The oldest torch that sj_tac runs on has none.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+HAS_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 # From here on torch answers, while it compiles, whether a size is a number.
 EAGER: list[bool] = []
 ANSWERS = TorchVersion(torch.__version__) >= "2.8"
@@ -40,8 +41,12 @@ def run_eagerly(cls: Any) -> None:
 
 def is_free(x: Tensor) -> bool:
     """True while torch compiles a call in which the first dimension of ``x`` may be any number."""
-    # torch.export writes what it sees into a file, which no operator of sj_tac should be in.
-    if not ANSWERS or not torch.compiler.is_dynamo_compiling() or _is_exporting():
+    if not ANSWERS or not torch.compiler.is_dynamo_compiling():
+        return False
+    # torch.export writes what it sees into a file, which no operator of sj_tac should be in. Where the function is asked,
+    # torch 2.11 says so of every call that it compiles; what that function reads is right.
+    exporting = torch.compiler._is_exporting_flag if HAS_FLAG else _is_exporting()
+    if exporting:
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value  # whoever compiles has imported it
 
