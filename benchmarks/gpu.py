@@ -164,13 +164,14 @@ def timed(make: Callable[[], Callable[[], Any]], rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "peak MB": round((called or made) / 1e6, 1)}
 
 
-STAGES = ("kernels", "inference", "training")
+KERNELS = {"bandwidth": bandwidth, "first-layers": first_layers, "overhead": overheads}
+STAGES = (*KERNELS, "inference", "training")
 PRECISIONS = ("TF32", "bf16", "bf16 weights")
 
 
 def tables(results: Results, console: Console, options: argparse.Namespace) -> None:
     """Inference, then training, of every net in every precision."""
-    for kind in (stage for stage in STAGES[1:] if stage in options.stage):
+    for kind in (stage for stage in ("inference", "training") if stage in options.stage):
         for name in options.net or ["DVSGestureNet", "paper-dvs"]:
             for precision in options.precision:
                 title = f"{kind} {name} {precision}, batch {options.batch}"
@@ -229,8 +230,8 @@ def main() -> None:
     console = Console(width=130, record=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
     results = Results(options.out, options.minutes)
-    if "kernels" in options.stage:
-        for stage in (bandwidth, first_layers, overheads):
+    for name, stage in KERNELS.items():
+        if name in options.stage:
             stage(results, console)
     tables(results, console, options)
     if options.tests:

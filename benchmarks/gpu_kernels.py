@@ -108,12 +108,17 @@ def _fired(dtype: torch.dtype, last: bool, size: int, k: int) -> tuple[Callable[
 def _beside_a_copy(seconds: float, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
     """Bytes a second of what read and wrote these tensors, and of a copy that moves as many."""
     moved = sum(t.numel() * t.element_size() for t in tensors)
-    # Whole vectors: a copy of a size that is none takes half as long again.
-    source = torch.empty(moved // 2 // 4096, 1024, dtype=torch.float32, device="cuda")
-    target = torch.empty_like(source)
-    copying = seconds_of(lambda: target.copy_(source))
+    # Of two sizes: where source and target lie some distances apart, a copy takes half as long again.
+    copying = min(seconds_of(_copy(moved // 2 + more)) * moved / (moved + 2 * more) for more in (0, 1 << 24))
     rates = {"GB/s": round(moved / seconds / 1e9), "copy GB/s": round(moved / copying / 1e9)}
     return {"ms": 1e3 * seconds, **rates, "of copy": round(copying / seconds, 3)}
+
+
+def _copy(size: int) -> Callable[[], Any]:
+    """A copy of so many bytes, in whole vectors."""
+    source = torch.empty(size // 4096, 1024, dtype=torch.float32, device="cuda")
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
 
 @torch.no_grad()
@@ -191,7 +196,7 @@ def first_layers(results: Results, console: Console) -> None:
 
 
 @torch.no_grad()
-def call_overhead(maker: Callable[[nn.Module], nn.Module], device: str = "cuda", seconds: float = 0.5) -> dict[str, Any]:
+def call_overhead(maker: Callable[[nn.Module], nn.Module], device: str = "cuda", seconds: float = 1.0) -> dict[str, Any]:
     """Microseconds of a Conv-BN-LIF layer in a call of ten on maps so small that the device waits for Python."""
     net = maker(overhead.net().to(device))
     x = (torch.rand(overhead.STEPS, 1, overhead.CHANNELS, 4, 4) < 0.4).float().to(device)

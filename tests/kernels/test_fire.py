@@ -140,6 +140,7 @@ def test_opcheck(pool, group, merge, monkeypatch):
         monkeypatch.setattr(
             fire_op, name, lambda *a, name=name, operator=operator: (calls.append((name, a)), operator(*a))[1]
         )
+    monkeypatch.setattr(fire_op.dispatch, "is_plain", lambda x: False)  # somebody watches
     torch.manual_seed(0)
     y = torch.randn(3, 2, 2, 4, 4, requires_grad=True)
     weights = torch.rand(3 if merge else 5, requires_grad=True) if group else None
@@ -155,6 +156,32 @@ def test_opcheck(pool, group, merge, monkeypatch):
             a.detach().requires_grad_(wanted and a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments
         )
         torch.library.opcheck(operators[name], leaves)
+
+
+@pytest.mark.parametrize("pool", POOLS[:3])
+def test_a_call_that_nobody_watches_gives_what_the_operator_gives(pool, monkeypatch):
+    """To the last bit: the last voltages, and gradients to each operand, where one of the outputs has none, too."""
+    torch.manual_seed(0)
+    given = {
+        "y": torch.randn(3, 2, 2, 4, 4), "v": torch.randn(2, 2, 4, 4), "scale": torch.rand(2), "shift": torch.rand(2),
+        "weights": torch.rand(5),
+    }  # fmt: skip
+    seen, operator, found = [], fire_op.fire, []
+    monkeypatch.setattr(fire_op, "fire", lambda *a: (seen.append(1), operator(*a))[1])
+    for watched in (False, True):
+        if watched:
+            monkeypatch.setattr(fire_op.dispatch, "is_plain", lambda x: False)
+        for used in ((1, 1), (1, 0), (0, 1)):
+            leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+            y = leaves.pop("y")
+            out, v = fire(y, node("plif", v_threshold=0.3), 2, steps=5, pool=pool, group=3, backend="numba", **leaves)
+            loss = used[0] * out.square().sum() if used[0] else 0.0
+            (loss + v.square().sum() if used[1] else loss).backward()
+            found.append([out.detach(), v.detach(), *(x.grad for x in (y, *leaves.values()))])
+    assert len(seen) == 3
+    for one, other in zip(found[:3], found[3:], strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_gradcheck_where_the_map_is_differentiable():
