@@ -114,33 +114,39 @@ def inference_rows(net: nn.Module, x: Tensor, precision: str, compiled: bool) ->
             )
         for k in KS:
             rows[f"sj_tac preserve k={k}{suffix}"] = lambda last=last, k=k: eager(fast(last, k), x, precision)
-            rows[f"sj_tac, CUDA graph, preserve k={k}{suffix}"] = lambda last=last, k=k: graphed(fast(last, k), x, precision)
+            rows[f"sj_tac, CUDA graph preserve k={k}{suffix}"] = lambda last=last, k=k: graphed(fast(last, k), x, precision)
             rows[f"bare convolutions k={k}{suffix}"] = lambda last=last, k=k: floor(of(last), x, k, precision)
     return rows
 
 
 def training_rows(net: nn.Module, x: Tensor, precision: str) -> Makers:
-    """Forward and backward, BatchNorm frozen."""
+    """Forward and backward, BatchNorm frozen; called, and as one CUDA graph, which has no Python in it."""
     rows: Makers = {}
 
-    def of(module: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            functional.reset_net(module)
-            module.zero_grad()
-            with autocast(precision):
-                y = module(x)
-            y.float().sum().backward()
-            torch.cuda.synchronize()
+    def step(module: nn.Module) -> None:
+        functional.reset_net(module)
+        module.zero_grad()
+        with autocast(precision):
+            y = module(x)
+        y.float().sum().backward()
 
-        return run
+    def called(module: nn.Module) -> Callable[[], None]:
+        return lambda: (step(module), torch.cuda.synchronize())[1]
+
+    def replayed(module: nn.Module) -> Callable[[], None]:
+        graph = graph_of(lambda: step(module))
+        return lambda: (graph.replay(), torch.cuda.synchronize())[1]
 
     for suffix in ("", LAST):
         source = copy.deepcopy(net).to(memory_format=torch.channels_last if suffix else torch.contiguous_format)
-        rows[f"SpikingJelly eager{suffix}"] = lambda source=source: of(host_model(copy.deepcopy(source), precision))
-        for k in KS[:3]:
-            rows[f"sj_tac preserve k={k}{suffix}"] = lambda source=source, k=k: of(
-                sj_tac.convert(source, "preserve", k, example_input=x[:, :1])
+        for how, words in ((called, ""), (replayed, ", CUDA graph")):
+            rows[f"SpikingJelly{words or ' eager'}{suffix}"] = lambda source=source, how=how: how(
+                host_model(copy.deepcopy(source), precision)
             )
+            for k in KS[:3]:
+                rows[f"sj_tac{words} preserve k={k}{suffix}"] = lambda source=source, k=k, how=how: how(
+                    sj_tac.convert(source, "preserve", k, example_input=x[:, :1])
+                )
     return rows
 
 
