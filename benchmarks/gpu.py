@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -189,7 +190,9 @@ def tables(results: Results, console: Console, options: argparse.Namespace) -> N
                     inference_rows(net, x, precision, compiled) if kind == "inference" else training_rows(net, x, precision)
                 )
                 found = [
-                    results.add(title, row, lambda make=make: timed(make, options.rounds)) for row, make in rows.items()
+                    results.add(title, row, lambda make=make: timed(make, options.rounds))
+                    for row, make in rows.items()
+                    if re.search(options.row, row)
                 ]
                 good = {row["name"]: row for row in found if "failed" not in row}
                 for row in found:
@@ -229,6 +232,7 @@ def main() -> None:
     parser.add_argument("--tests", type=float, metavar="MINUTES", help="run the GPU tests, after all that is measured")
     parser.add_argument("--stage", action="append", choices=STAGES, help="default: all, in this order")
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="default: all")
+    parser.add_argument("--row", default="", metavar="REGEX", help="of tables of nets, only rows whose name has it")
     options = parser.parse_args()
     options.stage, options.precision = options.stage or STAGES, options.precision or PRECISIONS
     if not torch.cuda.is_available():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import sj_tac
 from benchmarks import first_layer, measure, nets, overhead
+from sj_tac import capturing
 from sj_tac.functional import fire
 from sj_tac.kernels import backends
 from sj_tac.kernels.gpu import launchers
@@ -69,9 +70,13 @@ def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except BaseException:
+        capturing.end(graph, here)  # or whatever is measured next fails, too
+        raise
     return graph
 
 

@@ -145,7 +145,7 @@ def _record(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable
             with torch.cuda.graph(graph):
                 out = run()
         except BaseException:
-            _end(graph, here)
+            end(graph, here)
             raise
     return out, graph.replay
 
@@ -167,7 +167,7 @@ def _on_waiting(mode: int | str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def _end(graph: torch.cuda.CUDAGraph, here: torch.cuda.Stream) -> None:
+def end(graph: torch.cuda.CUDAGraph, here: torch.cuda.Stream) -> None:
     """Mend what torch leaves of a recording that failed: its stream is the current one, its memory is not given back, and
     the random generator takes it to go on, so that no random number could be drawn any more.
     """

@@ -31,6 +31,7 @@ def options(tmp_path, monkeypatch):
         no_compile=True,
         stage=gpu.STAGES,
         precision=gpu.PRECISIONS,
+        row="",
     )
 
 
