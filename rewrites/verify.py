@@ -17,6 +17,7 @@ from rewrites.layouts import Layout, Sample
 from sj_tac import host
 from sj_tac.errors import ConversionError
 from sj_tac.host import dispatch
+from sj_tac.kernels import backends
 from sj_tac.runtime.borders import definition
 
 _MEASURED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -332,7 +333,8 @@ def _are_alike_in_float64(model: nn.Module, arguments: tuple[Any, ...]) -> bool:
         twin = copy.deepcopy(model).double()
     except Exception:
         return False
-    fused = run(twin, wide, {}, watched=False)
+    with backends.untold():  # on a GPU plain PyTorch is what has float64
+        fused = run(twin, wide, {}, watched=False)
     with definition(twin):
         defined = run(twin, wide, {}, watched=False)
     return not (fused.failure or defined.failure or far(defined.output, fused.output, ""))

@@ -101,6 +101,15 @@ def test_what_the_cuda_kernels_do_not_know(machine):
         sj_tac.convert(odd, backend="cupy")
 
 
+def test_a_trial_of_ours_says_nothing_and_keeps_nothing_from_being_said(machine):
+    machine.setattr(backends, "_SAID", set())
+    machine.setitem(sys.modules, "cupy", cupy())
+    with backends.untold():
+        assert backends.fastest("auto", CUDA, torch.float64)[1]
+    with pytest.warns(BackendFallbackWarning, match="not in float64"):
+        backends.fastest("auto", CUDA, torch.float64)
+
+
 def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
     machine.setitem(sys.modules, "cupy", cupy())
     with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):

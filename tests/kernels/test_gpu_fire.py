@@ -27,7 +27,11 @@ def drives(groups, shape, dtype, layout):
 # Order of operations is the same; torch's own kernels may contract, so flips are counted instead of assumed away.
 def assert_agrees(y, spiking, k, options):
     tolerance = 1e-4 if y.dtype == torch.float32 else 2e-2
-    assert_is_the_reference("cupy", y, spiking, k, options, flips=1e-4, tolerance=tolerance)
+    like, pool = None, options.get("pool")
+    if REAL and isinstance(pool, torch.nn.AvgPool2d) and pool.padding:
+        # torch's own backward on CUDA is wrong in channels_last (2.11): https://github.com/pytorch/pytorch/issues/188344
+        like = y.contiguous()
+    assert_is_the_reference("cupy", y, spiking, k, options, flips=1e-4, tolerance=tolerance, like=like)
 
 
 SHAPES = [(2, 16, 32, 32), (3, 5, 7, 9), (1, 33, 6, 10)]
