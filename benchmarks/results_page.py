@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import paper_tables, speed_tables
+from benchmarks import gpu_tables, paper_tables, speed_tables
 from benchmarks.tables import read, rows as _rows, where as _where
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -270,6 +270,7 @@ def launching(content: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **speed_tables.TABLES,
     **paper_tables.TABLES,
+    **gpu_tables.TABLES,
     "study": study,
     "speed": speed,
     "sparsity": sparsity,
