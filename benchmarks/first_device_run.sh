@@ -31,6 +31,6 @@ fi
 stage machine 60 "$python" -m sj_tac env
 stage calls 120 "$python" -m benchmarks.first_device --out "$out/calls.jsonl"
 stage calls-nvrtc 60 "$python" -m benchmarks.first_device --backend nvrtc --out "$out/calls-nvrtc.jsonl"
-stage tests 240 "$python" -m pytest -q -p no:cacheprovider -m gpu -n 8 tests/test_gpu.py tests/kernels/test_gpu_fire.py
+stage tests 240 "$python" -m pytest -q -p no:cacheprovider -m gpu -n 8 tests/test_gpu.py tests/test_gpu_nets.py tests/kernels/test_gpu_fire.py
 stage figures 400 "$python" -m benchmarks.gpu --out "$out/gpu" --no-compile --minutes "$(($(left) / 60))"
 echo "Written: $out"

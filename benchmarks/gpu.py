@@ -210,7 +210,7 @@ def tables(results: Results, console: Console, options: argparse.Namespace) -> N
 
 def tests(out: Path, console: Console, seconds: float) -> None:
     """The tests that need a device, apart from what is measured: they compile hundreds of specialisations."""
-    files = ["tests/test_gpu.py", "tests/kernels/test_gpu_fire.py"]
+    files = ["tests/test_gpu.py", "tests/test_gpu_nets.py", "tests/kernels/test_gpu_fire.py"]
     command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-n", "8", "--junitxml", str(out / "tests.xml")]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)

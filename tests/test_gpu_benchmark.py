@@ -83,7 +83,7 @@ def test_a_table_without_any_row_of_the_host_has_no_ratios(tmp_path):
     assert measure.save(tmp_path / "one.json", "none", {"net": rows}, 1).exists()
 
 
-def test_only_the_two_files_of_gpu_tests_run_and_a_run_without_end_is_ended(tmp_path, monkeypatch):
+def test_only_the_files_of_gpu_tests_run_and_a_run_without_end_is_ended(tmp_path, monkeypatch):
     seen = []
 
     def run(command, **how):
@@ -94,7 +94,8 @@ def test_only_the_two_files_of_gpu_tests_run_and_a_run_without_end_is_ended(tmp_
     gpu.tests(tmp_path, Console(quiet=True), 30)
     (command, how), *rest = seen
     assert not rest
-    assert command[:5] == [sys.executable, "-m", "pytest", "tests/test_gpu.py", "tests/kernels/test_gpu_fire.py"]
+    files = ["tests/test_gpu.py", "tests/test_gpu_nets.py", "tests/kernels/test_gpu_fire.py"]
+    assert command[:6] == [sys.executable, "-m", "pytest", *files]
     assert how["timeout"] == 30
     assert "TimeoutExpired" in (tmp_path / "tests.txt").read_text()
 
