@@ -11,6 +11,7 @@ from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -77,6 +78,8 @@ class _LeafTracer(fx.Tracer):
         return True
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, np.generic):
+            return super().create_arg(a.item())  # a scalar of NumPy's counts as Python's number, to torch
         return super().create_arg(vars(a) if type(a) is SimpleNamespace else self.buffers.now(a))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
