@@ -141,6 +141,8 @@ class _LeafTracer(fx.Tracer):
 class _ValueProxy(fx.Proxy):
     """A proxy that holds the tensor it stands for, so that questions about its shape or content have an answer."""
 
+    __array_priority__ = Tensor.__array_priority__  # NumPy's scalars leave what they are multiplied with to it
+
     def __init__(self, node: fx.Node, tracer: _ValueTracer, held: Any) -> None:
         super().__init__(node, tracer)
         self._held = held
