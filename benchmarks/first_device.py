@@ -123,7 +123,7 @@ def calls(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def first_layers(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Convolution and ``fire`` in one kernel, which is off unless it is asked for, against the two of them."""
+    """Convolution and ``fire`` in one kernel, against the two of them."""
     if torch.device(device).type not in conv_fire.DEVICES:
         return
     dtypes, pools = (torch.float32, torch.float16, torch.bfloat16), {"no pool": None, "2x2": (2, 2, 0), "3x3": (3, 2, 1)}

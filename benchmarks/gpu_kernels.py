@@ -192,7 +192,7 @@ def one_kernel(case: str, dtype: torch.dtype, k: int, device: str = "cuda") -> d
 
 
 def first_layers(results: Results, console: Console) -> None:
-    """``one_kernel`` of every layer: what decides whether it is to be asked for."""
+    """``one_kernel`` of every layer: what decides whether it is taken where it can be."""
     for dtype in DTYPES:
         for case in first_layer.ON_GPU:
             for k in KS if case in first_layer.CASES else (2,):

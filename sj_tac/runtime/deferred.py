@@ -5,8 +5,8 @@ What a large convolution puts out is the largest tensor of a net, written once a
 memory back to the system, which hands it out anew, page by page, in every call; that can take longer than the convolution.
 In parts it need not exist. A process that keeps its memory (``sj_tac.keep_memory``) gains nothing by it, and runs it whole.
 
-On CUDA a convolution of a few input channels may be run by the neuron's kernel itself, where that is asked for
-(kernels/gpu/conv_fire.py).
+A convolution of a few input channels may be run by the neuron's kernel itself (kernels/gpu/conv_fire.py on CUDA,
+kernels/cpu/conv_launches.py on the CPU).
 """
 
 from __future__ import annotations
