@@ -49,6 +49,11 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def is_batched(*gradients: Tensor | None) -> bool:
+    """True where one holds many, as torch.autograd.grad(is_grads_batched=True) has them: no transform of torch.func's."""
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
+
+
 def is_in_grad() -> bool:
     """True inside torch.func.grad, vjp and jacrev, which differentiate no operator written in Python."""
     if is_compiling() or transform() is None:

@@ -232,8 +232,8 @@ def _backward(ctx: Any, go: Tensor | None, gv: Tensor | None) -> tuple[Any, ...]
             return (None,) * (8 + len(options))
         o = Operands(*given, *options)
         go = o.y.new_zeros(emitted_shape(o))
-    # Who wants a gradient of this gradient, or watches, is the operator's.
-    straight = not torch.is_grad_enabled() and dispatch.is_plain(go)
+    # Who wants a gradient of this gradient, or many at once, or watches, is the operator's.
+    straight = not torch.is_grad_enabled() and dispatch.is_plain(go) and not dispatch.is_batched(go, gv)
     backward: Any = BACKWARD[go.device.type] if straight else fire_backward
     gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = backward(go, gv, *given, *options, needs[5], needs[7])
     found = (gy, g_residual, g_scale, g_shift, gv0, g_linear, None, g_weights)

@@ -184,6 +184,19 @@ def test_a_call_that_nobody_watches_gives_what_the_operator_gives(pool, monkeypa
             assert (a is None and b is None) or torch.equal(a, b)
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_many_gradients_at_once_are_those_one_by_one(last):
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them, to the output or the voltages."""
+    torch.manual_seed(0)
+    y = torch.randn(3, 2, 2, 4, 4, requires_grad=True)
+    found = fire(y, node("lif", v_threshold=0.3), 2, pool=POOLS[1], backend="numba")[last]
+    many = torch.randn(3, *found.shape)
+    (together,) = torch.autograd.grad(found, y, many, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(found, y, one, retain_graph=True)[0] for one in many]
+    assert torch.equal(together, torch.stack(each))
+    assert together.abs().max() > 0
+
+
 def test_gradcheck_where_the_map_is_differentiable():
     """Below threshold with detach_reset the voltage is linear in everything; weights always enter linearly."""
     torch.manual_seed(0)
