@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 import sj_tac
 from benchmarks import measure, nets
-from benchmarks.gpu_kernels import Results, bandwidth, first_layers, graph_of, overheads
+from benchmarks.gpu_kernels import Results, bandwidth, first_layers, overheads
+from sj_tac import capturing
 from sj_tac.support.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,10 +69,10 @@ def graphed(module: nn.Module, x: Tensor, precision: str) -> Callable[[], Any]:
         module(x)
 
     with torch.no_grad(), autocast(precision):
-        graph = graph_of(call)
+        _, replay = capturing.record(call, x.device)
 
     def run() -> None:
-        graph.replay()
+        replay()
         torch.cuda.synchronize()
 
     return run
@@ -135,8 +136,8 @@ def training_rows(net: nn.Module, x: Tensor, precision: str) -> Makers:
         return lambda: (step(module), torch.cuda.synchronize())[1]
 
     def replayed(module: nn.Module) -> Callable[[], None]:
-        graph = graph_of(lambda: step(module))
-        return lambda: (graph.replay(), torch.cuda.synchronize())[1]
+        _, replay = capturing.record(lambda: step(module), x.device)
+        return lambda: (replay(), torch.cuda.synchronize())[1]
 
     for suffix in ("", LAST):
         source = copy.deepcopy(net).to(memory_format=torch.channels_last if suffix else torch.contiguous_format)

@@ -62,32 +62,14 @@ class Results:
         return row
 
 
-def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """What ``call`` launches, as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except BaseException:
-        capturing.end(graph, here)  # or whatever is measured next fails, too
-        raise
-    return graph
-
-
 def seconds_of(call: Callable[[], Any], repeats: int = 30) -> float:
     """Of one call on the device alone: replays of a CUDA graph, between events, so that no Python is in it."""
-    graph = graph_of(call)
+    _, replay = capturing.record(call, torch.device("cuda"))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
+    replay()
     begin.record()
     for _ in range(repeats):
-        graph.replay()
+        replay()
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) / 1e3 / repeats

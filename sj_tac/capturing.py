@@ -62,7 +62,7 @@ class Captured:
             if carried:
                 self._states = _states(net, self._x)
             try:
-                self._out, self._replay = _record(self._run, self._x.device)
+                self._out, self._replay = record(self._run, self._x.device)
             except CaptureError:
                 raise
             except Exception as error:
@@ -128,8 +128,8 @@ def _check_device(example: Tensor) -> None:
         )
 
 
-def _record(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
-    """Static outputs of ``run``, and what computes them anew."""
+def record(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """Static outputs of ``run``, and what computes them anew. Where it raises, torch is as it was."""
     aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
@@ -145,7 +145,7 @@ def _record(run: Callable[[], Any], device: torch.device) -> tuple[Any, Callable
             with torch.cuda.graph(graph):
                 out = run()
         except BaseException:
-            end(graph, here)
+            _abandon(graph, here)
             raise
     return out, graph.replay
 
@@ -167,7 +167,7 @@ def _on_waiting(mode: int | str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def end(graph: torch.cuda.CUDAGraph, here: torch.cuda.Stream) -> None:
+def _abandon(graph: torch.cuda.CUDAGraph, here: torch.cuda.Stream) -> None:
     """Mend what torch leaves of a recording that failed: its stream is the current one, its memory is not given back, and
     the random generator takes it to go on, so that no random number could be drawn any more.
     """

@@ -27,7 +27,7 @@ def recorded(monkeypatch):
 
         return out, replay
 
-    monkeypatch.setattr(capturing, "_record", record)
+    monkeypatch.setattr(capturing, "record", record)
     monkeypatch.setattr(capturing, "_check_device", lambda example: None)
 
 
@@ -157,7 +157,7 @@ def test_a_forward_that_waits_for_the_gpu_is_named(monkeypatch, recorded):
         run()
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(capturing, "_record", record)
+    monkeypatch.setattr(capturing, "record", record)
     net = awake()
     with pytest.raises(CaptureError, match=r"stream is capturing.*call the net itself"):
         sj_tac.capture(net, clips(1)[0])

@@ -25,6 +25,11 @@ def there(name, layout=torch.contiguous_format):
     return net.to("cuda", memory_format=layout), x.cuda()
 
 
+def small(steps=6, samples=4):
+    """A net of three chains and frames of events, on the device."""
+    return csnn(8, size=16).cuda(), frames(steps, samples, 2, 16, 16).cuda()
+
+
 def voltages(net):
     return [m.v for m in net.modules() if isinstance(m, neuron.BaseNode) and isinstance(m.v, torch.Tensor)]
 
@@ -103,8 +108,8 @@ def test_a_training_step_with_a_scaler_and_channels_last():
 
 
 def test_checkpointing_gives_the_same_gradients():
-    net = csnn(8, size=16).cuda()
-    fast, x = sj_tac.convert(net, "preserve", 2), frames(6, 4, 2, 16, 16).cuda().requires_grad_()
+    net, x = small()
+    fast, x = sj_tac.convert(net, "preserve", 2), x.requires_grad_()
     found = []
 
     def from_rest(v):
@@ -121,8 +126,8 @@ def test_checkpointing_gives_the_same_gradients():
 
 @torch.no_grad()
 def test_to_the_cpu_and_back():
-    net = csnn(8, size=16).cuda()
-    fast, x = sj_tac.convert(net, "preserve", 2), frames(6, 4, 2, 16, 16).cuda()
+    net, x = small()
+    fast = sj_tac.convert(net, "preserve", 2)
     expected = fast(x)
     functional.reset_net(fast)
     on_cpu = fast.cpu()(x.cpu())
@@ -133,8 +138,8 @@ def test_to_the_cpu_and_back():
 
 @torch.no_grad()
 def test_whole_and_in_chunks():
-    net = csnn(8, size=16).cuda()
-    fast, x = sj_tac.convert(net, "preserve", 2), frames(8, 4, 2, 16, 16).cuda()
+    net, x = small(8)
+    fast = sj_tac.convert(net, "preserve", 2)
     expected = fast(x)
     functional.reset_net(fast)
     assert torch.equal(torch.cat([fast(part) for part in x.split(4)]), expected)
@@ -143,13 +148,13 @@ def test_whole_and_in_chunks():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_a_dtype_of_the_policy(dtype):
-    net, x = csnn(8, size=16).cuda(), frames(6, 4, 2, 16, 16).cuda()
+    net, x = small()
     fast = sj_tac.convert(net, "preserve", 2, dtype=dtype)
     assert (fast(x) - sj_tac.convert(net, "preserve", 2)(x)).abs().mean() < 0.1
 
 
 def test_calibration_and_files(tmp_path):
-    net, x = csnn(8, size=16).cuda(), frames(6, 32, 2, 16, 16).cuda()
+    net, x = small(samples=32)
     fast = sj_tac.convert(net, "preserve", 2, match=[x])
     with torch.no_grad():
         functional.reset_net(fast)
@@ -176,8 +181,8 @@ def test_a_captured_call_of_the_zoo(name):
 
 def test_a_training_step_as_a_graph():
     """What the device does in a step depends on nothing that the host waits for."""
-    net = csnn(8, size=16).cuda()
-    fast, still = sj_tac.convert(net, "preserve", 2), frames(6, 4, 2, 16, 16).cuda()
+    net, still = small()
+    fast = sj_tac.convert(net, "preserve", 2)
 
     def step():
         functional.reset_net(fast)
@@ -202,9 +207,10 @@ def test_a_training_step_as_a_graph():
 
 @torch.no_grad()
 def test_frames_on_another_device_are_refused():
-    fast = sj_tac.convert(csnn(8, size=16).cuda(), "preserve", 2)
+    net, x = small()
+    fast = sj_tac.convert(net, "preserve", 2)
     with pytest.raises((RuntimeError, sj_tac.errors.SjTacError)):
-        fast(frames(6, 4, 2, 16, 16))
+        fast(x.cpu())
 
 
 @torch.no_grad()
