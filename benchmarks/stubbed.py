@@ -42,12 +42,14 @@ class _Nothing:
 
 
 def _cupy() -> dict[str, types.ModuleType]:
-    nothing = _Nothing()
+    nothing: Any = _Nothing()
+    nothing.kernel = types.SimpleNamespace(ptr=1)
     module: Any = types.ModuleType("cupy")
     module.__version__ = "14.2.0"
     module.RawModule = lambda *, code, options: types.SimpleNamespace(get_function=lambda name: nothing)
     stream = types.SimpleNamespace(from_external=lambda foreign: (foreign.__cuda_stream__(), nothing)[1])
-    module.cuda = types.SimpleNamespace(Device=lambda index: nothing, Stream=stream)
+    driver = types.SimpleNamespace(ctxGetCurrent=lambda: 1, launchKernel=lambda *_: None)
+    module.cuda = types.SimpleNamespace(Device=lambda index: nothing, Stream=stream, driver=driver)
     return {"cupy": module}
 
 

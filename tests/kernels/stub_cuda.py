@@ -33,10 +33,18 @@ class Stream:
 
 
 class Device:
-    """The state of the stand-in: which device and stream are current, and what was launched."""
+    """The state of the stand-in: which device, stream and context are current, and what was launched.
+
+    ``of_thread``: the context that the thread has, as CuPy's driver knows contexts: numbers, 0 for none.
+    """
 
     def __init__(self):
-        self.current, self.stream, self.context, self.calls = [], [], [], []
+        self.current, self.stream, self.context, self.calls, self.of_thread = [], [], [], [], 0
+
+
+def context_of(index):
+    """The number of a device's context; the tensors that stand for a device's have no index."""
+    return 0x1000 + (0 if index is None else index)
 
 
 def check(source, kernel, arguments, blocks, threads, shared):
@@ -66,22 +74,63 @@ def kind_of(value):
     return "struct", value.dtype.itemsize
 
 
+class CupyDriver:
+    """The driver's own calls, as CuPy has them."""
+
+    def __init__(self, device, loaded):
+        self.device, self.loaded = device, loaded
+
+    def ctxGetCurrent(self):
+        return self.device.of_thread
+
+    def ctxSetCurrent(self, context):
+        self.device.of_thread = context
+
+    def launchKernel(self, *call):
+        function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = call
+        source, kernel, index = self.loaded[function]
+        assert self.device.of_thread == context_of(index), "the context is not the kernel's"
+        launch_by_driver((source, kernel), (gx, gy, gz), (bx, by, bz), shared, stream, pointers, extra)
+        self.device.calls.append(("cupy", kernel, index))
+
+
+class Context:
+    """A device or a stream that is current inside."""
+
+    def __init__(self, stack, value):
+        self.stack, self.value = stack, value
+
+    def __enter__(self):
+        self.stack.append(self.value())
+
+    def __exit__(self, *_):
+        assert self.stack.pop() == self.value()
+
+
 def cupy(device, version="14.2.0"):
     """A module in CuPy's place."""
+    loaded = {}
 
     class Function:
         def __init__(self, source, kernel):
-            self.source, self.kernel = source, kernel
+            self.source, self.kernel_name = source, kernel
+
+        @property
+        def kernel(self):
+            """It, loaded on the device that is current."""
+            assert device.current, "no device is current"
+            loaded[len(loaded) + 1] = self.source, self.kernel_name, device.current[-1]
+            return types.SimpleNamespace(ptr=len(loaded))
 
         def __call__(self, grid, block, arguments, *, shared_mem=0):
             assert device.current, "no device is current"
             assert device.stream[-1:] == [(STREAM, device.current[-1])], "the stream is not torch's of this device"
             assert type(arguments) is tuple
             (blocks,), (threads,) = grid, block
-            check(self.source, self.kernel, [kind_of(a) for a in arguments], blocks, threads, shared_mem)
+            check(self.source, self.kernel_name, [kind_of(a) for a in arguments], blocks, threads, shared_mem)
             held = [np.asarray(a) for a in arguments]
-            device.calls.append(("cupy", self.kernel, device.current[-1]))
-            shim.run(self.source, self.kernel, blocks, shared_mem, [a.ctypes.data for a in held])
+            device.calls.append(("cupy", self.kernel_name, device.current[-1]))
+            shim.run(self.source, self.kernel_name, blocks, shared_mem, [a.ctypes.data for a in held])
 
     class RawModule:
         def __init__(self, *, code, options):
@@ -92,18 +141,6 @@ def cupy(device, version="14.2.0"):
             assert f" {name}(" in self.code
             return Function(self.code, name)
 
-    class Context:
-        """A device or a stream that is current inside."""
-
-        def __init__(self, stack, value):
-            self.stack, self.value = stack, value
-
-        def __enter__(self):
-            self.stack.append(self.value())
-
-        def __exit__(self, *_):
-            assert self.stack.pop() == self.value()
-
     class Streams:
         @staticmethod
         def from_external(foreign):
@@ -112,10 +149,32 @@ def cupy(device, version="14.2.0"):
             # Kept by whoever made it: the device is the one that is current when it is entered.
             return Context(device.stream, lambda: (handle, device.current[-1]))
 
+    def free(address):
+        """Of nothing: what makes a thread's context."""
+        assert address == 0
+        assert device.current, "no device is current"
+        device.of_thread = context_of(device.current[-1])
+
     module = types.ModuleType("cupy")
     module.__version__, module.RawModule = version, RawModule
-    module.cuda = types.SimpleNamespace(Device=lambda index: Context(device.current, lambda: index), Stream=Streams)
+    module.cuda = types.SimpleNamespace(
+        Device=lambda index: Context(device.current, lambda: index), Stream=Streams, driver=CupyDriver(device, loaded),
+        runtime=types.SimpleNamespace(free=free),
+    )  # fmt: skip
     return module
+
+
+def launch_by_driver(of, grid, block, shared, stream, pointers, extra):
+    """The driver's launch, which is told nothing of types: it reads as many bytes as the kernel takes from where each
+    pointer leads.
+    """
+    source, kernel = of
+    assert (grid[1:], block[1:], extra) == ((1, 1), (1, 1), 0)
+    assert stream == STREAM
+    count = len(shim.parameters(source, kernel))
+    addresses = list((ctypes.c_uint64 * count).from_address(pointers))
+    check(source, kernel, shim.parameters(source, kernel), grid[0], block[0], shared)
+    shim.run(source, kernel, grid[0], shared, addresses)
 
 
 class Status(int):
@@ -163,14 +222,8 @@ def bindings(device):
     def launch(*call):
         (source, kernel, index), gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = call
         assert device.context[-1:] == [("context", index)], "the context is not the kernel's"
-        assert (gy, gz, by, bz, extra) == (1, 1, 1, 1, 0)
-        assert stream == STREAM
-        # The driver is told nothing of types: it reads as many bytes as the kernel takes from where it is pointed to.
-        count = len(shim.parameters(source, kernel))
-        addresses = list((ctypes.c_uint64 * count).from_address(pointers))
-        check(source, kernel, shim.parameters(source, kernel), gx, bx, shared)
         device.calls.append(("nvrtc", kernel, index))
-        shim.run(source, kernel, gx, shared, addresses)
+        launch_by_driver((source, kernel), (gx, gy, gz), (bx, by, bz), shared, stream, pointers, extra)
         return (OK,)
 
     driver.cuDeviceGet = lambda index: (OK, ("device", index))

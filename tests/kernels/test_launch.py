@@ -216,6 +216,31 @@ def test_a_driver_that_refuses_is_reported_with_the_kernel_and_the_device(machin
     )
 
 
+@pytest.mark.parametrize("launcher", launchers.NAMES)
+def test_what_was_prepared_runs_in_the_context_of_its_device_and_leaves_that_of_the_thread(machine, launcher):
+    device = stub_cuda.offer(machine, launcher)
+    x, weights, out = torch.ones(2, 32), torch.ones(2), torch.zeros(1, 32)
+    numbers = cuda.np.int32(2), cuda.np.int64(32)
+    ready = launchers.prepared(launcher, cuda.Launch(cuda.PROBE, 1, numbers, 0, torch.device("cuda", 1)))
+    for context in (0, stub_cuda.context_of(0), stub_cuda.context_of(1)):  # a new thread's, another device's, its own
+        device.of_thread = context
+        ready(*(t.data_ptr() for t in (x, weights, out)))
+        assert device.of_thread == context
+        assert device.calls.pop() == (launcher, "aggregate_forward", 1)
+        assert out.eq(2).all()
+        out.zero_()
+
+
+def test_a_launch_that_the_driver_refuses_leaves_the_thread_its_context(machine):
+    device = stub_cuda.offer(machine, "cupy")
+    ready = launchers.prepared("cupy", cuda.Launch(cuda.PROBE, 1, (cuda.np.int32(2),), 0, torch.device("cuda", 1)))
+    device.of_thread = stub_cuda.context_of(0)
+    sys.modules["cupy"].cuda.driver.launchKernel = lambda *_: (_ for _ in ()).throw(RuntimeError("launch failure"))
+    with pytest.raises(BackendError, match=r"aggregate_forward failed on cuda:1 with CuPy .*: launch failure"):
+        ready(0, 0, 0)
+    assert device.of_thread == stub_cuda.context_of(0)
+
+
 BAD = {
     "too few": lambda a: (a[:-1], 0, "takes 5 arguments, not 4"),
     "a number in 64 bits": lambda a: ((*a[:3], cuda.np.int64(2), a[4]), 0, "argument 3 is integer of 8 bytes"),

@@ -100,21 +100,42 @@ def launch(call: cuda.Launch) -> None:
 
 
 def prepared(call: cuda.Launch) -> cuda.Ready:
-    """``launch`` but for the addresses; ``call.arguments`` are what comes behind them. Raises BackendError as ``launch``."""
+    """``launch`` but for the addresses; ``call.arguments`` are what comes behind them. Raises BackendError as ``launch``.
+
+    It goes to the driver by CuPy's own call of it: on its way through CuPy's kernel objects a struct alone takes as long as
+    all else of a launch.
+    """
     import cupy
 
-    index, grid, block, shared = call.device.index, (call.blocks,), (call.program.block,), call.shared
-    rest = tuple(cuda.value(a) for a in call.arguments)
+    index, driver = call.device.index, cupy.cuda.driver
+    rest = [np.asarray(cuda.value(a)) for a in call.arguments]
+    fixed = [value.ctypes.data for value in rest]
+    by = f"CuPy {cupy.__version__}"
     try:
-        kernel = _kernel(call.program, index)
+        with cupy.cuda.Device(index):
+            function = _kernel(call.program, index).kernel  # loaded on the device that is current
+            if not driver.ctxGetCurrent():  # a thread that torch has not set up yet
+                cupy.cuda.runtime.free(0)
+            context = driver.ctxGetCurrent()
     except Exception as error:
-        raise cuda.failed(call, f"CuPy {cupy.__version__}", error) from error
+        raise cuda.failed(call, by, error) from error
+    sizes = (call.blocks, 1, 1, call.program.block, 1, 1, call.shared)
 
     def run(*addresses: int) -> None:
+        values, pointers = cuda.pointing(addresses, fixed)  # noqa: RUF059 - they are read where the pointers say
+        at = pointers.buffer_info()[0]
         try:
-            with cupy.cuda.Device(index), _stream(index):
-                kernel(grid, block, (*np.array(addresses, np.uint64), *rest), shared_mem=shared)
+            current = driver.ctxGetCurrent()
+            if current != context:  # another device's, or none
+                driver.ctxSetCurrent(context)
+            try:
+                driver.launchKernel(function.ptr, *sizes, cuda.stream(index), at, 0)
+            finally:
+                if current != context:
+                    driver.ctxSetCurrent(current)
         except Exception as error:
-            raise cuda.failed(call, f"CuPy {cupy.__version__}", error) from error
+            raise cuda.failed(call, by, error) from error
 
+    # The pointers lead there, whoever else forgets the numbers.
+    run.__dict__["rest"] = rest
     return run

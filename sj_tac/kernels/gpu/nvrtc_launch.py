@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import secrets
-from array import array
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -176,10 +175,7 @@ def prepared(call: cuda.Launch) -> cuda.Ready:
     sizes = (call.blocks, 1, 1, call.program.block, 1, 1, call.shared)
 
     def run(*addresses: int) -> None:
-        # Memory of this call's own: two threads may be here at once.
-        values = array("Q", addresses)
-        begin = values.buffer_info()[0]
-        pointers = array("Q", [*range(begin, begin + 8 * len(values), 8), *fixed])
+        values, pointers = cuda.pointing(addresses, fixed)  # noqa: RUF059 - they are read where the pointers say
         try:
             _done(driver.cuCtxPushCurrent(context))
             try:

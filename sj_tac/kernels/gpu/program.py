@@ -5,7 +5,8 @@ Nothing here needs a GPU or a launcher: a program is text, and a launch is numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -114,6 +115,15 @@ def stream(device: int) -> int:
     """The handle of torch's current stream of a device, without an object of Python's around it."""
     found: int = torch._C._cuda_getCurrentRawStream(device)
     return found
+
+
+def pointing(addresses: Sequence[int], fixed: Sequence[int]) -> tuple[array[int], array[int]]:
+    """Where the driver finds a kernel's arguments: addresses of tensors, in memory of this call's own, since two threads may
+    be here at once; then what lies at ``fixed``. The second array is what it is handed; the first must live as long.
+    """
+    values = array("Q", addresses)
+    begin = values.buffer_info()[0]
+    return values, array("Q", (*range(begin, begin + 8 * len(values), 8), *fixed))
 
 
 # The smallest program, by which a launcher finds out whether it works.
