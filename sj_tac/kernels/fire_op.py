@@ -175,46 +175,34 @@ def _(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     return empty(y, list(y.shape), last), g_residual, *sums
 
 
-def fire_on_cuda(launch: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """``fire`` by the CUDA programs; ``launch`` as gpu.program.Launcher."""
-    from sj_tac.kernels.gpu import fire as cuda_fire
+@fire.register_kernel("cuda")
+def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from sj_tac.kernels.gpu import launches
 
     o = Operands(*arguments)
-    refuse_dtype("fire", o.y, ON_CUDA)
-    check_fire(o)
-    return cuda_fire.Fire(o.counted()).forward(launch)
+    return launches.forward(launchers.named(o.launcher)[0], o)
 
 
-def fire_backward_on_cuda(launch: Any, go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-    """``fire_backward`` by the CUDA programs."""
-    from sj_tac.kernels.gpu import fire as cuda_fire
+def _back_on_cuda(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """``fire_backward`` with None in the place of what is empty."""
+    from sj_tac.kernels.gpu import launches
 
     *operands, need_linear, need_weights = arguments
     o = Operands(*operands)
-    refuse_dtype("fire_backward", o.y, ON_CUDA)
-    check_fire_backward(go, gv, o)
-    return cuda_fire.Fire(o.counted()).backward(launch, go, gv, need_linear, need_weights)
-
-
-@fire.register_kernel("cuda")
-def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
-    name, launch = launchers.named(Operands(*arguments).launcher)
-    out = fire_on_cuda(launch, *arguments)
-    RUNS["fire", name] += 1
-    return out
+    return launches.backward(launchers.named(o.launcher)[0], go, gv, o, need_linear, need_weights)
 
 
 @fire_backward.register_kernel("cuda")
-def _backward_on_cuda(*arguments: Any) -> tuple[Tensor, ...]:
-    name, launch = launchers.named(arguments[-3])
-    found = fire_backward_on_cuda(launch, *arguments)
-    RUNS["fire", name] += 1
-    return found
+def _backward_on_cuda(go: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    gy, g_residual, *sums = _back_on_cuda(go, *arguments)
+    assert gy is not None
+    none = [gy.new_empty(0, dtype=torch.float32) if x is None else x for x in sums]
+    return gy, gy.new_empty(0) if g_residual is None else g_residual, *none
 
 
 # By kind of device, for who goes past torch's dispatch.
 FORWARD: dict[str, Any] = {"cpu": fire_now, "cuda": _on_cuda}
-BACKWARD: dict[str, Any] = {"cpu": fire_backward_now, "cuda": _backward_on_cuda}
+BACKWARD: dict[str, Any] = {"cpu": fire_backward_now, "cuda": _back_on_cuda}
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate_op, backends, fire_op, norm_map
-from sj_tac.kernels.gpu import conv_fire, cupy_launch, launchers, nvrtc_launch, program as cuda
+from sj_tac.kernels.gpu import conv_fire, cupy_launch, launchers, launches, nvrtc_launch, program as cuda
 from sj_tac.runtime import straight
 
 # Whether there is a device, and where the tests of one keep their tensors.
@@ -243,6 +243,7 @@ def forget():
     for kept in (cupy_launch.problem, cupy_launch._module, cupy_launch._kernel, cupy_launch._external, nvrtc_launch.problem,
                  nvrtc_launch._kernel, nvrtc_launch._context, norm_map._kernel, norm_map._ready):  # fmt: skip
         kept.cache_clear()
+    launches.forget()
     backends._SAID.clear()
 
 
@@ -282,7 +283,7 @@ def stand_in(monkeypatch):
     ):
         monkeypatch.setitem(operator._backend_fns, "cpu", kernel)
     monkeypatch.setitem(fire_op.FORWARD, "cpu", fire_op._on_cuda)
-    monkeypatch.setitem(fire_op.BACKWARD, "cpu", fire_op._backward_on_cuda)
+    monkeypatch.setitem(fire_op.BACKWARD, "cpu", fire_op._back_on_cuda)
     fastest = backends.fastest
 
     def on_a_device(backend, device, dtype):

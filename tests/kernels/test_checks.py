@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sj_tac.errors import BackendError
 from sj_tac.functional import aggregate, fire
 from sj_tac.kernels import fire_op
+from sj_tac.kernels.gpu import launchers, launches
 from sj_tac.kernels.operands import Operands
 
 G, N, C, H, W = 2, 1, 3, 4, 6
@@ -116,14 +117,12 @@ def test_a_dtype_that_a_kernel_does_not_read():
 
 
 @pytest.mark.parametrize("changed", list(BAD.values()), ids=list(BAD))
-def test_the_cuda_glue_refuses_them_too(changed):
-    def launch(*_):
-        raise AssertionError("a kernel was launched")
-
+def test_the_cuda_glue_refuses_them_too(changed, monkeypatch):
+    monkeypatch.setattr(launchers, "prepared", lambda *_: pytest.fail("a kernel was launched"))
     with pytest.raises(ValueError, match=r"^fire got .*; it takes "):
-        fire_op.fire_on_cuda(launch, *operands(**changed))
+        launches.forward("cupy", operands(**changed))
     with pytest.raises(ValueError, match=r"fire got .* it takes one of torch\.float32, torch\.float16, torch\.bfloat16"):
-        fire_op.fire_on_cuda(launch, *operands(y=torch.randn(G, N, C, H, W).double()))
+        launches.forward("cupy", operands(y=torch.randn(G, N, C, H, W).double()))
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,6 @@ class ConvLaunch(Launch):
     """Convolution and ``fire`` for operands like those it was made of, by one launcher; numbers in tensors may be others."""
 
     __slots__ = ("alone", "conv", "filters", "made", "read")
-    linear = ()
     convolves = True
 
     def __init__(self, o: Operands, kernel: str, conv: Convolution) -> None:
@@ -233,7 +232,8 @@ class ConvLaunch(Launch):
     ) -> tuple[Tensor, Tensor]:
         """As ``Launch``; ``y``: ``Convolved``, in the place of drives; residual: None."""
         assert residual is None
-        found = self._run(self._checked(y), v0, affine, weights, w)
+        rate = w.to(torch.float32).sigmoid() if self.rate and w is not None else None
+        found = self._run(self._checked(y), v0, affine, weights, (rate,))
         RUNS["conv_fire", self.kernel] += 1
         return found
 

@@ -122,7 +122,7 @@ def prepared(call: cuda.Launch) -> cuda.Ready:
     sizes = (call.blocks, 1, 1, call.program.block, 1, 1, call.shared)
 
     def run(*addresses: int) -> None:
-        values, pointers = cuda.pointing(addresses, fixed)  # noqa: RUF059 - they are read where the pointers say
+        values, pointers = cuda.pointing(addresses, fixed, call.together)  # noqa: RUF059 - they are read where the pointers say
         at = pointers.buffer_info()[0]
         try:
             current = driver.ctxGetCurrent()

@@ -97,12 +97,6 @@ class Fire:
         names = ("KH", "KW", "SH", "SW", "PH", "PW")
         return dict(zip(names, self.window, strict=True)) | {"MEAN": self.pool == AVG_POOL, "WORDS": self.words}
 
-    def masks(self, launch: cuda.Launcher, v: Tensor) -> Tensor:
-        """All spikes as bits, [T / 32, frame], of all neurons; the last voltages into v."""
-        bits = torch.empty(self.words, self.frame, dtype=torch.int32, device=self.device)
-        self._steps(launch, False, bits, v)
-        return bits
-
     def stepping(self, windows: bool, out: Tensor, v: Tensor) -> tuple[cuda.Program, int]:
         """The program that takes the steps, into outputs, or bits, and voltages as these; and its blocks."""
         masks, slots = out.dtype == torch.int32, self.frame // (4 if windows else 1)
@@ -121,80 +115,28 @@ class Fire:
         """The program that pools bits, and its blocks."""
         return cuda.program("fire_pool", BLOCK=256, WIDTH_V=1, **self.common, **self.pool_macros()), -(-self.emitted // 256)
 
-    def _steps(self, launch: cuda.Launcher, windows: bool, out: Tensor, v: Tensor) -> None:
-        program, blocks = self.stepping(windows, out, v)
-        neuron = (self.scale, self.shift, self.v0, self.linear, self.rate, self.weights)
-        launch(cuda.Launch(program, blocks, (self.y, self.residual, *neuron, out, v, self.call), 0, self.device))
-
     def memory(self) -> tuple[Tensor, Tensor]:
         """Room for the output and the last voltages."""
         return empty(self.y, self.out_shape, self.format), self._voltages()
 
-    def forward(self, launch: cuda.Launcher) -> tuple[Tensor, Tensor]:
-        """Output and last voltages."""
-        out, v = self.memory()
-        if self.general:
-            bits, (program, blocks) = self.masks(launch, v), self.pooling()
-            launch(cuda.Launch(program, blocks, (bits, self.weights, out, self.call), 0, self.device))
-        else:
-            self._steps(launch, self.windows, out, v)
-        return out, v
-
     def _voltages(self) -> Tensor:
         return empty(self.y, list(self.y.shape[1:]), self.format, torch.float32)
 
-    def backward(
-        self, launch: cuda.Launcher, go: Tensor, gv: Tensor | None, need_linear: bool, need_weights: bool
-    ) -> tuple[Tensor, ...]:
-        """Gradients to y, residual, scale and shift, v0, linear and weights; empty where there is none or none is wanted."""
-        y, device = self.y, self.device
-        go, gv = cuda.dense(go, self.last, y.dtype), None if gv is None else cuda.dense(gv, self.last, torch.float32)
-        gy = empty(y, list(y.shape), self.format)
-        g_residual = None if self.residual is None else empty(y, list(self.residual.shape), self.format)
-        gv0 = None if self.v0 is None else self._voltages()
-        bits, g_weights, need_weights = None, None, need_weights and self.group > 0
-        if self.general:
-            bits = self.masks(launch, self._voltages())
-            g_weights = self._pooled_weights(launch, bits, go) if need_weights else None
-        tally = (2 * self.groups if need_linear else 0) + (self.steps if need_weights and not self.general else 0)
-        grid = self._grid(tally, (y, self.residual, self.v0, gy, g_residual, gv, go, gv0))
+    def walking_back(self, need_linear: bool, need_weights: bool) -> tuple[cuda.Program, Grid, int]:
+        """The backward's program, how it lies over the device, and how many sums each of its threads keeps."""
+        need_weights = need_weights and not self.general
+        tally = (2 * self.groups if need_linear else 0) + (self.steps if need_weights else 0)
+        grid = self._grid(tally, (self.y, self.residual, self.v0))
         macros = self.neuron_macros(self.windows, grid.width, max(1, grid.segment // self.k)) | {
             "SURROGATE": self.surrogate, "BLOCK": grid.block, "LANES": grid.lanes, "STEPS": grid.segment,
             "SEGMENTS": -(-self.groups // max(1, grid.segment // self.k)), "POOLED": self.general,
-            "LINEAR_SUMS": need_linear, "WEIGHT_SUMS": need_weights and not self.general,
+            "LINEAR_SUMS": need_linear, "WEIGHT_SUMS": need_weights,
         }  # fmt: skip
         if self.general:
             reach = -(-self.window[0] // self.window[2]) * -(-self.window[1] // self.window[3])
             macros |= self.pool_macros() | {"REACH": reach}
-
-        def partial(wanted: bool, *shape: int) -> Tensor | None:
-            return torch.empty(shape, dtype=torch.float32, device=device) if wanted else None
-
-        affine = self.scale is not None
-        # By part of the map and channel, or by sample, channel and part.
-        shape = (grid.parts, self.c) if self.last else (self.n, self.c, grid.parts * grid.width)
-        by_scale, by_shift = partial(affine, *shape), partial(affine, *shape)
-        by_linear = partial(need_linear, grid.blocks, 2 * self.groups)
-        by_weight = partial(need_weights and not self.general, grid.blocks, self.steps)
-        scratch, shared = cuda.tally(grid.block, tally, grid.blocks, device)
-        at = cuda.tensors(
-            go=go, y=y, residual=self.residual, gv=gv, scale=self.scale, shift=self.shift, v0=self.v0, linear=self.linear,
-            rate=self.rate, weights=self.weights, masks=bits, gy=gy, g_residual=g_residual, gv0=gv0, sums_scale=by_scale,
-            sums_shift=by_shift, sums_linear=by_linear, sums_weights=by_weight, scratch=scratch,
-        )  # fmt: skip
         name = "fire_backward_pooled" if self.general else "fire_backward"
-        arguments = (at, self.call, np.int32(grid.rounds), np.int32(grid.parts))
-        launch(cuda.Launch(cuda.program(name, **macros), grid.blocks, arguments, shared, device))
-        over = (0,) if self.last else (0, 2)
-        g_scale, g_shift = (None if x is None else x.sum(over) for x in (by_scale, by_shift))
-        g_linear = None if by_linear is None else by_linear.sum(0).view(-1, 2)
-        if by_weight is not None:
-            g_weights = by_weight.sum(0)
-        found = (g_residual, g_scale, g_shift, gv0, g_linear, g_weights)
-        none = [y.new_empty(0, dtype=torch.float32) if x is None else x for x in found]
-        if g_residual is None:
-            none[0] = y.new_empty(0)
-        return gy, *none
+        return cuda.program(name, **macros), grid, tally
 
     def _grid(self, tally: int, frames: tuple[Tensor | None, ...]) -> Grid:
         """How the backward's threads lie over the slots; tally: how many sums each keeps."""
@@ -216,18 +158,11 @@ class Fire:
         outer = -(-(self.c // width if self.last else self.n * self.c) // lanes)
         return Grid(width, segment, block, lanes, rounds, parts, outer * parts)
 
-    def _pooled_weights(self, launch: cuda.Launcher, bits: Tensor, go: Tensor) -> Tensor | None:
-        """Gradient to the weights behind a general pool."""
-        if not self.group:
-            return None
+    def weighing(self) -> tuple[cuda.Program, int, int]:
+        """The program that sums the gradient to the weights behind a general pool, its blocks, and turns of a thread."""
         block = 128
         while block > 32 and self.steps * block * 4 > cuda.SHARED:
             block //= 2
         rounds = max(1, min(8, -(-self.emitted // block)))
-        blocks = -(-self.emitted // (block * rounds))
-        partial = torch.empty(blocks, self.steps, dtype=torch.float32, device=self.device)
         program = cuda.program("fire_pool_weights", BLOCK=block, WIDTH_V=1, **self.common, **self.pool_macros())
-        scratch, shared = cuda.tally(block, self.steps, blocks, self.device)
-        arguments = (bits, go, partial, scratch, self.call, np.int32(rounds))
-        launch(cuda.Launch(program, blocks, arguments, shared, self.device))
-        return partial.sum(0)
+        return program, -(-self.emitted // (block * rounds)), rounds

@@ -175,7 +175,7 @@ def prepared(call: cuda.Launch) -> cuda.Ready:
     sizes = (call.blocks, 1, 1, call.program.block, 1, 1, call.shared)
 
     def run(*addresses: int) -> None:
-        values, pointers = cuda.pointing(addresses, fixed)  # noqa: RUF059 - they are read where the pointers say
+        values, pointers = cuda.pointing(addresses, fixed, call.together)  # noqa: RUF059 - they are read where the pointers say
         try:
             _done(driver.cuCtxPushCurrent(context))
             try:

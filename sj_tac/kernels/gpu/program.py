@@ -43,14 +43,9 @@ CALL = np.dtype(
     + [(name, np.int64) for name in ("frame", "emitted")],
     align=True,
 )
-TENSORS = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            "go", "y", "residual", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
-            "gy", "g_residual", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
-        )
-    ]
+TENSORS = (
+    "go", "y", "residual", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
+    "gy", "g_residual", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
 )  # fmt: skip
 
 # What a kernel is called with: a tensor or None (its address), a number of numpy's, or a struct, by value.
@@ -96,6 +91,7 @@ class Launch:
 
     Attributes:
         shared: bytes of shared memory of a block. device: where the tensors are, those in a struct among them.
+        together: of a prepared launch, its addresses are one struct, by value, and not an argument each.
     """
 
     program: Program
@@ -103,6 +99,7 @@ class Launch:
     arguments: tuple[Argument, ...]
     shared: int
     device: torch.device
+    together: bool = False
 
 
 # What runs a launch: cupy_launch.launch, nvrtc_launch.launch, or that of a test.
@@ -117,13 +114,13 @@ def stream(device: int) -> int:
     return found
 
 
-def pointing(addresses: Sequence[int], fixed: Sequence[int]) -> tuple[array[int], array[int]]:
+def pointing(at: Sequence[int], fixed: Sequence[int], together: bool) -> tuple[array[int], array[int]]:
     """Where the driver finds a kernel's arguments: addresses of tensors, in memory of this call's own, since two threads may
     be here at once; then what lies at ``fixed``. The second array is what it is handed; the first must live as long.
     """
-    values = array("Q", addresses)
+    values = array("Q", at)
     begin = values.buffer_info()[0]
-    return values, array("Q", (*range(begin, begin + 8 * len(values), 8), *fixed))
+    return values, array("Q", (begin, *fixed) if together else (*range(begin, begin + 8 * len(values), 8), *fixed))
 
 
 # The smallest program, by which a launcher finds out whether it works.
@@ -150,9 +147,9 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def tensors(**named: Tensor | None) -> np.ndarray:
-    """struct Tensors."""
-    return np.array(tuple(address(named[name]) for name in TENSORS.names or ()), TENSORS)
+def addresses(**named: Tensor | None) -> list[int]:
+    """Of struct Tensors, in its order."""
+    return [address(named[name]) for name in TENSORS]
 
 
 def dense(x: Tensor, last: bool, dtype: torch.dtype) -> Tensor:
