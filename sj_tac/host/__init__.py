@@ -16,7 +16,10 @@ from sj_tac.host.kinds import (
 )
 from sj_tac.host.layers import (
     Affine as Affine,
+    Mapped as Mapped,
     affine as affine,
+    are_differentiable as are_differentiable,
+    differentiable as differentiable,
     norm_numbers as norm_numbers,
     pool_frames as pool_frames,
     pool_window as pool_window,

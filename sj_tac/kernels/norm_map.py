@@ -23,8 +23,8 @@ def affine(norm: Any, known: host.Affine, backend: str) -> tuple[Tensor, Tensor]
 
     Computed in every call: who writes through ``.data`` leaves no trace by which an old map could be told from a new one.
     """
-    weight, bias, mean, var = numbers = host.norm_numbers(norm)
-    if backend == reference.NAME or dispatch.differentiates(weight, bias):
+    weight, bias, _, var = numbers = host.norm_numbers(norm)
+    if backend == reference.NAME:
         return host.affine(norm, known)
     shape, device = var.shape, var.device
     kernel = _kernel(backend, device) if dispatch.is_plain(var) else ""
@@ -39,9 +39,25 @@ def affine(norm: Any, known: host.Affine, backend: str) -> tuple[Tensor, Tensor]
             and x.is_contiguous()
         ):
             return host.affine(norm, known)
+    if not dispatch.differentiates(weight, bias):
+        return _launch(kernel, norm.eps, numbers, None)
+    if not host.are_differentiable(var, weight, bias):
+        return host.affine(norm, known)
+
+    def make() -> host.Mapped:
+        saved = var.new_empty(2, *shape)
+        return host.Mapped(_launch(kernel, norm.eps, numbers, saved), *saved.unbind())
+
+    return host.differentiable(weight, bias, make)
+
+
+def _launch(kernel: str, eps: float, numbers: tuple[Tensor | None, ...], saved: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scale and shift of weight, bias, running mean and variance; into ``saved`` [2, C] what their gradients take."""
+    var = numbers[-1]
+    assert var is not None
     scale, shift = torch.empty_like(var), torch.empty_like(var)
-    at = [0 if x is None else x.data_ptr() for x in (weight, bias, mean, var, scale, shift)]
-    _ready(kernel, device, norm.eps, var.numel())(*at)
+    at = [0 if x is None else x.data_ptr() for x in (*numbers, scale, shift, saved)]
+    _ready(kernel, var.device, eps, var.numel())(*at)
     RUNS["norm", kernel] += 1
     return scale, shift
 

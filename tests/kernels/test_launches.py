@@ -173,10 +173,26 @@ def test_the_affine_map_of_a_norm_is_one_launch_and_the_same_to_the_last_bit(dev
     assert not torch.equal(norm_map.affine(made, known, launcher)[0], expected[0])
     del device.calls[:]
     norm_map.affine(made, known, "reference")
-    with torch.enable_grad():
-        norm_map.affine(made, known, launcher)
     norm_map.affine(made.double(), known, launcher)
-    assert len(device.calls) == int(not weight)  # without weights nothing differentiates
+    assert not device.calls
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("launcher", launchers.NAMES)
+def test_the_affine_map_with_gradients_is_one_launch_too(device, launcher, weight):
+    torch.manual_seed(0)
+    made = nn.BatchNorm2d(300, affine=weight).eval()
+    made.running_mean.normal_()
+    made.running_var.uniform_(0.01, 4)
+    slopes, found = (torch.randn(300), torch.randn(300)), []
+    for backend in (launcher, "reference"):
+        by = norm_map.affine(made, host.Affine(), backend)
+        gradients = torch.autograd.grad(by, list(made.parameters()), slopes) if weight else ()
+        found.append((*by, *gradients))
+    assert device.calls == [(launcher, "norm_affine", None)]
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+    assert all(x.requires_grad is weight for x in found[0][:2])
 
 
 @torch.no_grad()

@@ -137,6 +137,68 @@ def test_a_norm_with_gradients_has_them_after_calls_without():
     torch.testing.assert_close(fast[1].weight.grad, source[1].weight.grad, rtol=1e-4, atol=1e-4)
 
 
+def by_torch(bn):
+    """Scale and shift, by torch's operations; its square root in float32 may be off by a last bit."""
+    scale = 1 / (bn.running_var + bn.eps).double().sqrt().float()
+    scale = scale if bn.weight is None else bn.weight * scale
+    shift = -bn.running_mean * scale
+    return scale, shift if bn.bias is None else bn.bias + shift
+
+
+@pytest.mark.parametrize("learned", [("weight", "bias"), ("weight",), ("bias",), ()])
+def test_a_map_has_the_gradients_of_torchs_operations_to_the_last_bit(learned):
+    torch.manual_seed(0)
+    bn, known = norm(16).eval(), host.Affine()
+    with torch.no_grad():
+        for x in (bn.running_mean, bn.weight, bn.bias):
+            x.normal_()
+        bn.running_var.uniform_(0.01, 4)
+    for name, parameter in bn.named_parameters():
+        parameter.requires_grad_(name in learned)
+    slopes, found = (torch.randn(16), torch.randn(16)), []
+    expected = by_torch(bn)
+    for by in (host.affine(bn, known), host.affine(bn, known), expected):
+        assert all(torch.equal(a, b) for a, b in zip(by, expected, strict=True))
+        wanted = [p for p in bn.parameters() if p.requires_grad]
+        assert [value.requires_grad for value in by] == ["weight" in learned, bool(learned)]
+        pairs = [(value, slope) for value, slope in zip(by, slopes, strict=True) if value.requires_grad]
+        found.append(torch.autograd.grad([v for v, _ in pairs], wanted, [g for _, g in pairs]) if wanted else ())
+    assert all(torch.equal(a, b) for again in found for a, b in zip(again, found[-1], strict=True))
+
+
+def test_statistics_that_move_before_the_backward_do_not_move_its_gradients():
+    bn, known = norm(4).eval(), host.Affine()
+    scale, shift = host.affine(bn, known)
+    expected = torch.autograd.grad(by_torch(bn), [bn.weight, bn.bias], (torch.ones(4), torch.ones(4)))
+    with torch.no_grad():
+        bn.running_var.mul_(3)
+        bn.running_mean.add_(1)
+        host.affine(bn, known)
+    found = torch.autograd.grad((scale, shift), [bn.weight, bn.bias], (torch.ones(4), torch.ones(4)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_map_that_was_differentiated_leaves_the_kept_one_without_a_graph():
+    bn, known = norm(4).eval(), host.Affine()
+    before = host.affine(bn, known)
+    with torch.enable_grad():
+        assert host.affine(bn, known)[0].requires_grad
+    after = host.affine(bn, known)
+    assert after is before
+    assert not after[0].requires_grad
+
+
+def test_a_weight_in_another_dtype_than_the_statistics_maps_by_torchs_operations():
+    bn = norm(4).eval()
+    bn.weight = torch.nn.Parameter(torch.rand(4).bfloat16())
+    scale, shift = host.affine(bn, host.Affine())
+    for found, expected in zip((scale, shift), by_torch(bn), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    (scale.sum() + shift.sum()).backward()
+    assert bn.weight.grad.dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_a_copy_keeps_a_map_of_its_own(copied):
     fast = sj_tac.convert(net(), "preserve", 1)
