@@ -118,9 +118,9 @@ def fire_bandwidth(dtype: torch.dtype, last: bool, size: int, k: int) -> dict[st
 def backward_bandwidth(dtype: torch.dtype, last: bool, size: int, k: int) -> dict[str, Any]:
     """The same of its backward: the output's gradient and the drives are read, the drives' gradient is written."""
     run, y, kernel = _fired(dtype, last, size, k)
+    # Without a graph of its own, which would stay on this stream: a recording on another may not wait for it.
+    slope = torch.randn_like(run()[0])
     y.requires_grad_()
-    out, _ = run()
-    slope = torch.randn_like(out)
 
     def both() -> Any:
         return torch.autograd.grad(run()[0], y, slope)
