@@ -1,4 +1,6 @@
-"""Autograd Functions that a trace cannot look into: each call of one is a single value of the graph."""
+"""Functions as a graph has them: by the first of torch's names, and autograd Functions that a trace cannot look into, each
+call of which is a single value.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from rewrites.buffers import Buffers, written
+from sj_tac.runtime.entries import SECOND_METHODS, SECOND_NAMES
 
 
 class _Tracer(Protocol):
@@ -64,3 +67,11 @@ def as_one_value(tracer: _Tracer) -> Iterator[None]:
         yield
     finally:
         function.apply = own
+
+
+def by_first_names(graph: fx.Graph) -> fx.Graph:
+    """The graph, in which functions that torch has several names for are called by the first."""
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            node.target = (SECOND_NAMES if node.op == "call_function" else SECOND_METHODS).get(node.target, node.target)
+    return graph

@@ -27,18 +27,18 @@ _SUMS = {
     "__isub__",
 }
 _SCALINGS = {
-    operator.mul, operator.imul, operator.truediv, operator.itruediv, torch.mul, torch.div, "mul", "mul_", "div", "__imul__",
-    "__itruediv__",
+    operator.mul, operator.imul, operator.truediv, operator.itruediv, torch.mul, torch.div, "mul", "mul_", "div", "div_",
+    "__imul__", "__itruediv__",
 }
 # fmt: on
 _CATS = {torch.cat, torch.concat, torch.concatenate}
 _PRODUCTS = {operator.mul, torch.mul}
-_DIVISIONS = {operator.truediv, operator.itruediv, torch.div, "div"}
+_DIVISIONS = {operator.truediv, operator.itruediv, torch.div, "div", "div_"}
 # To a dtype, as the sample has it: rounding is alike for all frames.
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type_as"}
 _COPIES = {"contiguous", "clone", "detach", operator.pos, operator.neg, torch.neg, torch.clone, torch.detach, "neg"}
 _WRITTEN_OUT = {"__iadd__", "__isub__", "__imul__", "__itruediv__"}
-_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_", *_WRITTEN_OUT}
+_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_", "div_", *_WRITTEN_OUT}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 # Those that return indices are other functions.
 _MAX_POOLS = {F.max_pool1d, F.max_pool2d, F.max_pool3d}

@@ -20,7 +20,7 @@ from rewrites.arguments import as_arguments, by_name, copied, holds_tensor
 from rewrites.buffers import Buffers, written
 from rewrites.failures import first_line, why_not
 from rewrites.forwards import RootForward, concrete, guesses, root_forward
-from rewrites.functions import as_one_value
+from rewrites.functions import as_one_value, by_first_names
 from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.errors import TraceError
@@ -376,7 +376,7 @@ def _traced(
             f"torch.fx cannot follow {tracer.where(error)} on symbols alone, in eval mode ({first_line(error)}); it "
             "probably asks for the shape or content of its input: pass example_input=, a real batch [T, N, C, H, W]"
         ) from error
-    return Traced(graph, {names[m]: why for m, why in tracer.closed.items()}, sampled)
+    return Traced(by_first_names(graph), {names[m]: why for m, why in tracer.closed.items()}, sampled)
 
 
 class _Shapes(fx.Interpreter):

@@ -14,6 +14,15 @@ from sj_tac.runtime.values import Frames, Shared, Spikes
 
 Function = Callable[[Any], Any]
 Handlers = dict[Any, Callable[..., Any]]
+# Second names of torch's for the same function, with the first: of functions, and of methods.
+SECOND_NAMES: dict[Any, Any] = {
+    torch.multiply: torch.mul, torch.divide: torch.div, torch.true_divide: torch.div, torch.subtract: torch.sub,
+    torch.negative: torch.neg,
+}  # fmt: skip
+SECOND_METHODS = {
+    "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "negative": "neg", "multiply_": "mul_",
+    "divide_": "div_", "true_divide_": "div_", "subtract_": "sub_",
+}  # fmt: skip
 
 
 def entering(handlers: Handlers) -> Callable[..., Callable[[Any], Any]]:
@@ -29,6 +38,14 @@ def entering(handlers: Handlers) -> Callable[..., Callable[[Any], Any]]:
         return enter
 
     return handles
+
+
+def enter_second_names(handlers: Handlers) -> None:
+    """Handlers for second names: those of the first, which are told the first."""
+    methods = {getattr(Tensor, second): getattr(Tensor, first) for second, first in SECOND_METHODS.items()}
+    for second, first in (SECOND_NAMES | methods).items():
+        if first in handlers:
+            handlers[second] = lambda _, args, kwargs, first=first: handlers[first](first, args, kwargs)
 
 
 def is_usable(x: Any) -> bool:

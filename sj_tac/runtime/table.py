@@ -16,6 +16,7 @@ from torch import Tensor
 from sj_tac import host
 from sj_tac.host.dispatch import PLAIN
 from sj_tac.runtime.entries import (
+    enter_second_names,
     entering,
     inner,
     is_number,
@@ -364,6 +365,9 @@ def _layer(function: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("return_indices"):
         return NotImplemented
     return per_frame(x, lambda t: function(t, *args[1:], **kwargs), False)
+
+
+enter_second_names(TABLE)
 
 
 def as_plain(output: Any, note: Callable[[Frames], None]) -> Any:
