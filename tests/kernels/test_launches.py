@@ -240,3 +240,24 @@ def test_a_call_of_a_converted_net_launches_each_kernel_once_a_layer(device):
     fast(frames(4, 2, 2, 8, 8))
     launched = [kernel for _, kernel, _ in device.calls]
     assert launched == ["aggregate_forward", "norm_affine", "conv_fire_forward", "norm_affine", "conv_fire_forward"]
+
+
+@pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2), layer.MaxPool2d(3, 2, 1)])
+def test_what_is_kept_serves_calls_whose_tensors_lie_otherwise(device, pool):
+    """Only the drives' own strides are part of what a launch is kept by."""
+    torch.manual_seed(0)
+
+    def strided(*shape):
+        return torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+    def shifted(*shape):
+        return torch.randn(1 + torch.Size(shape).numel())[1:].view(shape)
+
+    y, neuron = drives(2, 2, 4, 4, 4), node("plif", v_threshold=0.4)
+    for made in (torch.randn, strided, shifted):
+        options = {
+            "steps": 4, "v": made(2, 4, 4, 4) * 0.2, "residual": made(4, 2, 4, 4, 4) * 0.3, "pool": pool, "group": 2,
+            "scale": made(4).abs() + 0.5, "shift": made(4) * 0.3, "weights": made(4).abs(),
+        }  # fmt: skip
+        assert_is_the_reference("cupy", y, neuron, 2, options)
+    assert len(launches._FORWARD) == len(launches._BACKWARD) == 1
