@@ -205,17 +205,21 @@ def instructions_a_drive(program: cuda.Program, architecture: int = 90) -> float
         return None
     drives = max(found, key=lambda one: one.length)
     inner = [one for one in found if one is not drives and drives.begin <= one.begin and one.end <= drives.end]
-    channels = max(inner, key=lambda one: one.counts["FFMA"])
-    fetching = max((one for one in inner if one is not channels), key=lambda one: one.length)
-    body = drives.length - sum(one.length for one in inner)
+    channels = max((one for one in inner if one.counts["FFMA"]), key=lambda one: one.counts["FFMA"], default=None)
+    fetching = max((one for one in inner if one is not channels), key=lambda one: one.length, default=None)
+    count = float(drives.length - sum(one.length for one in inner))
     side = 2 if macros["WINDOWS"] else 1
-    # Numbers of a patch, but for what rounds its rows up.
-    across, down = (
-        (n - 1) * macros["STRIDE"] + macros["KERNEL"] for n in (macros["TX"] * side * macros["WIDTH_V"], macros["TY"] * side)
-    )
-    turns = macros["C_IN"] * across * down / macros["BLOCK"]
-    fetch = turns * fetching.length / fetching.counts["STS"]
-    return (body + macros["C_IN"] * channels.length + fetch) / (side * side * macros["WIDTH_V"] * macros["DEEP"])
+    if channels is not None:  # else they are written out one behind the other
+        count += macros["C_IN"] * channels.length
+    if fetching is not None:  # else a thread has its numbers of the next patch in registers
+        # Numbers of a patch, but for what rounds its rows up.
+        along = macros["DEEP" if macros["LAST"] else "WIDTH_V"]
+        across, down = (
+            (n - 1) * macros["STRIDE"] + macros["KERNEL"] for n in (macros["TX"] * side * along, macros["TY"] * side)
+        )
+        turns = macros["C_IN"] * across * down / macros["BLOCK"]
+        count += turns * fetching.length / fetching.counts["STS"]
+    return count / (side * side * macros["WIDTH_V"] * macros["DEEP"])
 
 
 def instructions_a_step(io: int, architecture: int = 90) -> float | None:
