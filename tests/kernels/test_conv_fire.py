@@ -259,12 +259,13 @@ def test_convolutions_that_the_kernel_does_not_know(change, options, shape):
 
 
 @pytest.mark.parametrize("shared", [48 * 1024, 16 * 1024, 4 * 1024])
+@pytest.mark.parametrize("lies", ["contiguous", "last"])
 @pytest.mark.parametrize("outputs", [128, 3])
-def test_blocks_take_no_more_shared_memory_than_there_is(device, monkeypatch, shared, outputs):
+def test_blocks_take_no_more_shared_memory_than_there_is(device, monkeypatch, shared, outputs, lies):
     """The stand-in refuses a launch that writes past what it asked for."""
     torch.manual_seed(0)
     monkeypatch.setattr(cuda, "SHARED", shared)
-    of = convolved(3, outputs, 7, (2, 1, 40, 70))
+    of = lying(convolved(3, outputs, 7, (2, 1, 40, 70)), lies)
     y = drives_of(*of, 2, 3)
     call = kernels.Call(
         y,
@@ -280,10 +281,45 @@ def test_blocks_take_no_more_shared_memory_than_there_is(device, monkeypatch, sh
     assert 0 < launch.alone.shared <= shared
 
 
-def test_positions_of_64_bits(device, monkeypatch):
+# Channels and maps of odd numbers, and what sets of slots, threads and numbers held ahead they come to without a pool.
+ODD = {
+    "one warp along the channels, whole rows": ((2, 128, 3), (18, 16), {"DEEP": 4, "TZ": 32, "FITS": 1, "AHEAD": 1}),
+    "rows with a rest": ((2, 12, 3), (9, 13), {"DEEP": 2, "TZ": 3, "FITS": 0}),
+    "channels one by one": ((1, 7, 3), (6, 11), {"WIDTH_V": 1, "TZ": 7, "FITS": 0}),
+    "two by two, in several blocks": ((3, 130, 3), (5, 9), {"WIDTH_V": 2, "TZ": 33}),
+    "a patch that no thread holds": ((4, 20, 7), (24, 31), {"AHEAD": 0, "TZ": 5}),
+}
+
+
+@pytest.mark.parametrize("which", ODD)
+@pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2), layer.MaxPool2d(3, 2, 1)], ids=["none", "2x2", "3x3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_and_maps_of_any_size_in_channels_last(device, monkeypatch, which, pool, dtype):
+    """A large batch is made believe, for which threads take as much as they can."""
+    (inputs, outputs, kernel), map_, macros = ODD[which]
+    widest, seen = cuda.widest, []
+    monkeypatch.setattr(cuda, "widest", lambda limit, run, total, *f, **o: widest(limit, run, total * 2**16, *f, **o))
+    program = cuda.program
+    monkeypatch.setattr(cuda, "program", lambda name, **m: (seen.append((name, m)), program(name, **m))[1])
+    torch.manual_seed(0)
+    of = lying(convolved(inputs, outputs, kernel, (3, 2, *map_), dtype), "last")
+    y = drives_of(*of, 1, kernel // 2)
+    call = kernels.Call(
+        y, node("lif", v_threshold=0.4), [2, 2, 1], torch.randn(y.shape[1:]) * 0.2, None,
+        torch.rand(outputs) + 0.5, torch.randn(outputs) * 0.3, pool, torch.rand(5), 2,
+    )  # fmt: skip
+    assert agree(call, of, 1, kernel // 2).float().mean() > 0.02
+    found = next(m for name, m in seen if name == "conv_fire_forward")
+    assert found["LAST"]
+    if pool is None:
+        assert {name: found[name] for name in macros} == macros
+
+
+@pytest.mark.parametrize("lies", ["contiguous", "last"])
+def test_positions_of_64_bits(device, monkeypatch, lies):
     monkeypatch.setattr(cuda, "needs_wide", lambda *counts: True)
     torch.manual_seed(0)
-    of = convolved(2, 4, 3, (2, 3, 10, 12), torch.bfloat16)
+    of = lying(convolved(2, 4, 3, (2, 3, 10, 12), torch.bfloat16), lies)
     call = kernels.Call(drives_of(*of, 1, 1), node("lif", v_threshold=0.4), [3, 2], pool=layer.MaxPool2d(2))
     agree(call, of, 1, 1)
 
