@@ -20,7 +20,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks import first_layer
+from benchmarks import first_layer, measure
 from sj_tac.functional import fire
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.support import machine
@@ -122,32 +122,52 @@ def calls(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield "a captured call", captured
 
 
+def seen(layer_1: nn.Module, x: Tensor, said: str) -> list[Tensor]:
+    """What a first layer puts out, its last voltages, and drives that are read afterwards: in one kernel ("1") or not."""
+    functional.reset_net(layer_1)
+    conv, norm, neurons, *pools = layer_1
+    with first_layer.asked(said):
+        drives = conv(x)
+        value = neurons(norm(drives))
+        for pool in pools:
+            value = pool(value)
+        return [value[:], neurons.v, drives[:]]
+
+
 def first_layers(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Convolution and ``fire`` in one kernel, against the two of them."""
+    """Convolution and ``fire`` in one kernel, against the two of them; in channels_last also against the contiguous one."""
     if torch.device(device).type not in conv_fire.DEVICES:
         return
     dtypes, pools = (torch.float32, torch.float16, torch.bfloat16), {"no pool": None, "2x2": (2, 2, 0), "3x3": (3, 2, 1)}
-    for dtype, kernel, pool in itertools.product(dtypes, (3, 5, 7), pools):
+    for last, dtype, kernel, pool in itertools.product((False, True), dtypes, (3, 5, 7), pools):
+        if last and kernel > 3 and pool != {5: "2x2", 7: "3x3"}[kernel]:
+            continue  # every program has to be compiled
 
         @torch.no_grad()
-        def check(dtype: torch.dtype = dtype, kernel: int = kernel, pool: str = pool) -> str:
+        def check(last: bool = last, dtype: torch.dtype = dtype, kernel: int = kernel, pool: str = pool) -> str:
             torch.manual_seed(0)
             case = first_layer.Case(3, 24, kernel, 2 if kernel == 7 else 1, 0, pools[pool])
             layer_1 = first_layer.source(case, bias=kernel == 5).to(device)
             fast = sj_tac.convert(layer_1, "preserve", 2, backend=backend).to(dtype)
-            x, found = first_layer.events((5, 2, 3, 52, 76), dtype, device), []
-            before = first_layer.runs()
-            for said in ("0", "1"):
-                with first_layer.asked(said):
-                    functional.reset_net(fast)
-                    found.append(fast(x)[:].float())
-            off, rate = float((found[0] != found[1]).float().mean()), float(found[0].mean())
-            wrong = off > (1e-4 if dtype == torch.float32 else 1e-2) or not 0.02 < rate < 0.98
-            wrong = wrong or first_layer.runs() != before + 1
-            ran = f"ran {first_layer.runs() - before} times"
-            return f"{'WRONG: ' if wrong else ''}{100 * off:.4f} % of outputs differ, rate {rate:.2f}, {ran}"
+            x = first_layer.events((5, 2, 3, 52, 76), dtype, device)
+            before, contiguous = first_layer.runs(), seen(fast, x, "1") if last else []
+            if last:
+                fast = fast.to(memory_format=torch.channels_last)
+            found = [seen(fast, x, said) for said in ("0", "1")]
+            ran = first_layer.runs() - before
+            two, one = (outputs.float() for outputs, *_ in found)
+            off, rate = float((two != one).float().mean()), float(two.mean())
+            wrong = off > (1e-4 if dtype == torch.float32 else 1e-2) or not 0.02 < rate < 0.98 or ran != 1 + last
+            wrong = wrong or any(ours.stride() != theirs.stride() for theirs, ours in zip(*found, strict=True))
+            said = f"{100 * off:.4f} % of outputs differ, rate {rate:.2f}, ran {ran} times"
+            if last:
+                alike = all(torch.equal(ours, theirs) for theirs, ours in zip(contiguous, found[1], strict=True))
+                said += ", as contiguous to the last bit" if alike else ", OTHERS than contiguous"
+                wrong = wrong or not alike
+            return f"{'WRONG: ' if wrong else ''}{said}"
 
-        yield f"convolution and fire in one kernel, {str(dtype)[6:]}, {kernel}x{kernel}, {pool}", check
+        name = f"{str(dtype)[6:]}, {kernel}x{kernel}, {pool}{measure.LAST if last else ''}"
+        yield f"convolution and fire in one kernel, {name}", check
 
 
 def main() -> None:

@@ -142,35 +142,41 @@ def bandwidth(results: Results, console: Console) -> None:
 
 @torch.no_grad()
 def one_kernel(case: str, dtype: torch.dtype, k: int, device: str = "cuda") -> dict[str, Any]:
-    """Milliseconds of a first layer by cuDNN and ``fire``, and in one kernel; which is faster; and outputs that differ."""
+    """Milliseconds of a first layer by cuDNN and ``fire``, and in one kernel, in both memory formats; which is faster; and
+    outputs that differ.
+
+    Raises RuntimeError where the kernel does not run as it was told to, or gives other numbers in the other format.
+    """
     net, x = first_layer.converted(first_layer.ON_GPU[case], dtype, k, device)
-    alone = net[:-2]
-
-    def run(alone: nn.Module = alone, x: Tensor = x) -> Tensor:
-        functional.reset_net(alone)
-        value: Any = alone(x)
-        found: Tensor = next(iter(value.sums.values())) if getattr(value, "sums", None) else value[:]
-        return found
-
-    times, found = {}, []
-    for name, said in (("cuDNN, fire", "0"), ("one kernel", "1")):
-        before = first_layer.runs()
-        with first_layer.asked(said):
-            found.append(run())
-            times[name] = seconds_of(run)
-        if (first_layer.runs() > before) is not (said == "1"):
-            raise RuntimeError(f"{name}: the kernel that convolves and fires ran {first_layer.runs() - before} times")
-    apart, together = times.values()
-    # The kernel has no such format: where a whole net has it, its first layer goes the ordinary way.
     folded = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
-    with first_layer.asked("0"):
-        last = seconds_of(lambda: run(alone.to(memory_format=torch.channels_last), folded))
-    return {
-        **{f"{name}, ms": 1e3 * seconds for name, seconds in times.items()}, "ratio": round(apart / together, 3),
-        f"cuDNN, fire{LAST}, ms": 1e3 * last,
-        "faster": min(times, key=lambda name: times[name]),
-        "outputs that differ": float((found[0] != found[1]).float().mean()),
-    }  # fmt: skip
+    found: dict[str, Tensor] = {}
+    row: dict[str, Any] = {}
+    for format_, frames in (("", x), (LAST, folded)):
+        alone = net[:-2].to(memory_format=torch.channels_last) if format_ else net[:-2]
+        times = {}
+        for way, said in (("cuDNN, fire", "0"), ("one kernel", "1")):
+            name, before = f"{way}{format_}", first_layer.runs()
+            with first_layer.asked(said):
+                found[name] = _first(alone, frames)
+                times[way] = seconds_of(lambda alone=alone, frames=frames: _first(alone, frames))
+            if (first_layer.runs() > before) is not (said == "1"):
+                raise RuntimeError(f"{name}: the kernel that convolves and fires ran {first_layer.runs() - before} times")
+        apart, together = times.values()
+        row |= {f"{way}{format_}, ms": 1e3 * seconds for way, seconds in times.items()}
+        row |= {f"ratio{format_}": round(apart / together, 3), f"faster{format_}": min(times, key=lambda way: times[way])}
+        differ = found[f"cuDNN, fire{format_}"] != found[f"one kernel{format_}"]
+        row[f"outputs that differ{format_}"] = float(differ.float().mean())
+    if not torch.equal(found["one kernel"], found[f"one kernel{LAST}"]):
+        raise RuntimeError("one kernel: other outputs in channels_last")
+    return row
+
+
+def _first(alone: nn.Module, x: Tensor) -> Tensor:
+    """What a first layer hands on: sums, or frames where nothing is summed."""
+    functional.reset_net(alone)
+    value: Any = alone(x)
+    found: Tensor = next(iter(value.sums.values())) if getattr(value, "sums", None) else value[:]
+    return found
 
 
 def first_layers(results: Results, console: Console) -> None:

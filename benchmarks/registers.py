@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
+from itertools import product
 
 import torch
 from rich.console import Console
@@ -170,15 +171,19 @@ def specialisations() -> dict[str, cuda.Program]:
                     macros = neuron(k, io, last, windows)
                     found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, REST0=1, BLOCK=256)
                     found[f"backward, {name}"] = cuda.program("fire_backward", **macros | backward(macros))
-    for dtype in (torch.float32, torch.bfloat16):
-        for case in first_layer.CASES:
-            for k in (1, 2, 4, 8):
-                found[f"layer 1, {str(dtype)[6:]}, {case}, k={k}"] = layer_1(case, dtype, k)[0]
+    for last, dtype in product((False, True), (torch.float32, torch.bfloat16)):
+        for case, k in product(first_layer.CASES, (1, 2, 4, 8)):
+            name = f"layer 1, {str(dtype)[6:]}{measure.LAST if last else ''}, {case}, k={k}"
+            found[name] = layer_1(case, dtype, k, last)[0]
     return found
 
 
-def layer_1(case: str, dtype: torch.dtype, k: int, steps: int = 16, batch: int = 16) -> tuple[cuda.Program, int]:
-    """The program that runs such a layer, as it is launched, and bytes of shared memory of a block. Needs no memory."""
+def layer_1(case: str, dtype: torch.dtype, k: int, last: bool = False) -> tuple[cuda.Program, int]:
+    """The program that runs such a layer (T = 16, batch 16), as it is launched, and bytes of shared memory of a block.
+
+    ``last``: in channels_last. Needs no memory.
+    """
+    steps = batch = 16
     inputs, outputs, kernel, stride, size, _ = first_layer.CASES[case]
     pool = first_layer.CASES[case].pooling()
     out = (size - 1) // stride + 1
@@ -186,7 +191,7 @@ def layer_1(case: str, dtype: torch.dtype, k: int, steps: int = 16, batch: int =
     lif = neurons.LIFNode(detach_reset=True, step_mode="m")
     by_channel, weights = torch.ones(outputs), None if k == 1 else torch.ones(steps)
     call = fire.Call(y, lif, [k] * (steps // k), None, None, by_channel, by_channel, pool, weights, k)
-    conv = conv_fire.Convolution(inputs, kernel, stride, kernel // 2, size, size, False)
+    conv = conv_fire.Convolution(inputs, kernel, stride, kernel // 2, size, size, False, last, last, last)
     made = conv_fire.ConvFire(fire.operands(call, None), conv)
     like, v = made.memory()
     program, _ = made.stepping(made.windows, like if not made.general else like.new_empty(0, dtype=torch.int32), v)
@@ -205,17 +210,21 @@ def instructions_a_drive(program: cuda.Program, architecture: int = 90) -> float
         return None
     drives = max(found, key=lambda one: one.length)
     inner = [one for one in found if one is not drives and drives.begin <= one.begin and one.end <= drives.end]
-    channels = max(inner, key=lambda one: one.counts["FFMA"])
-    fetching = max((one for one in inner if one is not channels), key=lambda one: one.length)
-    body = drives.length - sum(one.length for one in inner)
+    channels = max((one for one in inner if one.counts["FFMA"]), key=lambda one: one.counts["FFMA"], default=None)
+    fetching = max((one for one in inner if one is not channels), key=lambda one: one.length, default=None)
+    count = float(drives.length - sum(one.length for one in inner))
     side = 2 if macros["WINDOWS"] else 1
-    # Numbers of a patch, but for what rounds its rows up.
-    across, down = (
-        (n - 1) * macros["STRIDE"] + macros["KERNEL"] for n in (macros["TX"] * side * macros["WIDTH_V"], macros["TY"] * side)
-    )
-    turns = macros["C_IN"] * across * down / macros["BLOCK"]
-    fetch = turns * fetching.length / fetching.counts["STS"]
-    return (body + macros["C_IN"] * channels.length + fetch) / (side * side * macros["WIDTH_V"] * macros["DEEP"])
+    if channels is not None:  # else they are written out one behind the other
+        count += macros["C_IN"] * channels.length
+    if fetching is not None:  # else a thread has its numbers of the next patch in registers
+        # Numbers of a patch, but for what rounds its rows up.
+        along = macros["DEEP" if macros["LAST"] else "WIDTH_V"]
+        across, down = (
+            (n - 1) * macros["STRIDE"] + macros["KERNEL"] for n in (macros["TX"] * side * along, macros["TY"] * side)
+        )
+        turns = macros["C_IN"] * across * down / macros["BLOCK"]
+        count += turns * fetching.length / fetching.counts["STS"]
+    return count / (side * side * macros["WIDTH_V"] * macros["DEEP"])
 
 
 def instructions_a_step(io: int, architecture: int = 90) -> float | None:

@@ -55,7 +55,10 @@ def test_a_wrong_kernel_is_seen_and_one_that_fails_does_not_end_the_run(monkeypa
 def test_first_layers_in_one_kernel_are_rows_where_there_is_a_device(monkeypatch, tmp_path):
     for _ in stub_cuda.on_the_stub(monkeypatch, tmp_path):
         checks = dict(first_device.first_layers("cpu", "nvrtc"))
-        assert len(checks) == 27
+        assert len(checks) == 27 + 15
+        said = checks["convolution and fire in one kernel, float32, 3x3, 2x2, channels_last"]()
+        assert "WRONG" not in said
+        assert said.endswith("ran 2 times, as contiguous to the last bit")
         said = checks["convolution and fire in one kernel, bfloat16, 7x7, 3x3"]()
         assert "WRONG" not in said
         assert "ran 1 times" in said

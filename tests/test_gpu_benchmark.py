@@ -119,15 +119,18 @@ def stub(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
 def test_a_first_layer_is_run_both_ways_and_the_faster_one_is_named(stub, monkeypatch, tmp_path):
-    seconds = iter([0.004, 0.001, 0.003])
+    seconds = iter([0.004, 0.001, 0.003, 0.002])
     monkeypatch.setattr(gpu_kernels, "seconds_of", lambda run: (run(), next(seconds))[1])
     monkeypatch.setitem(first_layer.ON_GPU, "small", first_layer.Case(2, 8, 3, 1, 16, (2, 2, 0)))
     found = gpu.Results(tmp_path, 1).add(
         "first layer", "one", lambda: gpu_kernels.one_kernel("small", torch.float32, 2, "cpu")
     )
     assert (found["cuDNN, fire, ms"], found["one kernel, ms"], found["ratio"]) == (4.0, 1.0, 4.0)
-    assert found["faster"] == "one kernel"
+    assert found["faster"] == found["faster, channels_last"] == "one kernel"
     assert found["outputs that differ"] < 1e-3
+    assert (found["cuDNN, fire, channels_last, ms"], found["one kernel, channels_last, ms"]) == (3.0, 2.0)
+    assert found["ratio, channels_last"] == 1.5
+    assert found["outputs that differ, channels_last"] < 1e-3
     assert first_layer.runs() > 0
     assert conv_fire.VARIABLE not in os.environ
 

@@ -9,7 +9,7 @@ import shim
 import stub_cuda
 import torch
 import torch.nn.functional as F
-from conv_cases import drives_of, launch_of
+from conv_cases import drives_of, last, launch_of
 from fire_cases import POOLS
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from spikingjelly.activation_based import layer
@@ -45,6 +45,7 @@ space = st.fixed_dictionaries(
         "dtype": st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
         "tile": st.sampled_from(TILES),
         "several": st.booleans(),
+        "lies": st.sampled_from(["contiguous", "last", "last", "frames last", "filters last"]),
         "seed": st.integers(0, 99),
     }
 )
@@ -59,18 +60,41 @@ def convolved(inputs, outputs, kernel, frames, dtype=torch.float32, bias=True):
     return conv_fire.Convolved(x, weight, (torch.randn(outputs) * 0.2).to(dtype) if bias else None)
 
 
+def lying(of, lies):
+    """The same in other memory formats; filters of one channel, with strides that say so as well."""
+    frames, filters, bias = of
+    if lies in ("last", "frames last"):
+        frames = last(frames)
+    if lies in ("last", "filters last"):
+        filters = filters.to(memory_format=torch.channels_last)
+    return conv_fire.Convolved(frames, filters, bias)
+
+
+def steps_of(x):
+    """Strides that say anything."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
 def agree(call, of, stride, padding, launcher="cupy"):
-    """Drives, output and voltages are the promised ones, to the last bit; gives back the output."""
+    """Drives, output and voltages are the promised ones, to the last bit, and lie as without the kernel; gives the output.
+
+    Without it: torch's convolution, and ``fire`` on what it puts out.
+    """
     launch = launch_of(call, of, stride, padding, launcher)
     with torch.no_grad():
+        theirs = F.conv2d(of.frames.flatten(0, 1), of.filters, of.bias, stride, padding).view(call.y.shape)
+        y = torch.empty_strided(theirs.shape, theirs.stride(), dtype=theirs.dtype).copy_(call.y)
         expected = kernels.run_reference(call, None)
+        beside = kernels.RUNNERS[launcher](call._replace(y=y), None)
         found = launch(of, call.v, None, (call.scale, call.shift), call.weights, getattr(call.node, "w", None))
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs, lies in zip(found, expected, beside, strict=True):
             assert ours.shape == theirs.shape
             assert ours.dtype == theirs.dtype
-            assert ours.is_contiguous()
+            assert steps_of(ours) == steps_of(lies)
             assert torch.equal(ours, theirs)
-        assert torch.equal(launch.drives(of), call.y)
+        drives = launch.drives(of)
+        assert torch.equal(drives, call.y)
+        assert steps_of(drives) == steps_of(y)
     return found[0]
 
 
@@ -90,6 +114,7 @@ def test_it_is_the_convolution_and_fire_to_the_last_bit(device, case):
     of = convolved(
         case["inputs"], case["outputs"], kernel, (len(lengths), case["samples"], *case["map"]), case["dtype"], case["bias"]
     )
+    of = lying(of, case["lies"])
     y = drives_of(*of, stride, padding)
     spiking = node(case["neuron"][0], case["neuron"][1], case["neuron"][2], 1.7, v_threshold=0.4)
     channels = case["outputs"]
@@ -137,13 +162,14 @@ RATES = [
 
 
 @pytest.mark.parametrize("launcher", launchers.NAMES)
+@pytest.mark.parametrize("lies", ["contiguous", "last", "frames last", "filters last"])
 @pytest.mark.parametrize("case", RATES)
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_neurons_that_are_awake(device, launcher, case, k):
+def test_neurons_that_are_awake(device, launcher, case, lies, k):
     inputs, outputs, kernel, stride, padding, map_, pool, dtype = case
     torch.manual_seed(0)
     lengths = group_lengths(7, k)
-    of = convolved(inputs, outputs, kernel, (len(lengths), 2, *map_), dtype)
+    of = lying(convolved(inputs, outputs, kernel, (len(lengths), 2, *map_), dtype), lies)
     y = drives_of(*of, stride, padding)
     spiking = node("lif", v_threshold=0.7)
     call = kernels.Call(
@@ -218,8 +244,9 @@ SHAPE = (2, 2, 4, 8, 8)
         ({"filters": torch.zeros(4, 2, 1, 1)}, OPTIONS, SHAPE),
         ({"filters": torch.zeros(4, 2, 3, 5)}, OPTIONS, SHAPE),
         ({"filters": torch.zeros(4, 5, 3, 3)}, OPTIONS, SHAPE),
-        ({"filters": torch.zeros(4, 3, 3, 2).movedim(-1, 1)}, OPTIONS, SHAPE),
-        ({"frames": torch.zeros(2, 2, 8, 8, 2).movedim(-1, 2)}, OPTIONS, SHAPE),
+        ({"filters": torch.zeros(4, 2, 3, 3).mT}, OPTIONS, SHAPE),
+        ({"frames": torch.zeros(2, 2, 2, 8, 8).mT}, OPTIONS, SHAPE),
+        ({"frames": torch.zeros(2, 2, 8, 2, 8).movedim(3, 2)}, OPTIONS, SHAPE),
         ({"frames": torch.zeros(2, 2, 2, 8, 8).double()}, OPTIONS, SHAPE),
         ({"frames": torch.zeros(2, 0, 2, 8, 8)}, OPTIONS, SHAPE),
         ({}, OPTIONS, (2, 2, 4, 1, 1)),
@@ -227,17 +254,18 @@ SHAPE = (2, 2, 4, 8, 8)
 )
 def test_convolutions_that_the_kernel_does_not_know(change, options, shape):
     of = conv_fire.Convolved(torch.zeros(2, 2, 2, 8, 8), torch.zeros(4, 2, 3, 3), None)
-    assert conv_fire.convolution(of, OPTIONS, SHAPE) == (2, 3, 1, 1, 8, 8, False)
+    assert conv_fire.convolution(of, OPTIONS, SHAPE) == (2, 3, 1, 1, 8, 8, False, False, False, False)
     assert conv_fire.convolution(of._replace(**change), options, shape) is None
 
 
 @pytest.mark.parametrize("shared", [48 * 1024, 16 * 1024, 4 * 1024])
+@pytest.mark.parametrize("lies", ["contiguous", "last"])
 @pytest.mark.parametrize("outputs", [128, 3])
-def test_blocks_take_no_more_shared_memory_than_there_is(device, monkeypatch, shared, outputs):
+def test_blocks_take_no_more_shared_memory_than_there_is(device, monkeypatch, shared, outputs, lies):
     """The stand-in refuses a launch that writes past what it asked for."""
     torch.manual_seed(0)
     monkeypatch.setattr(cuda, "SHARED", shared)
-    of = convolved(3, outputs, 7, (2, 1, 40, 70))
+    of = lying(convolved(3, outputs, 7, (2, 1, 40, 70)), lies)
     y = drives_of(*of, 2, 3)
     call = kernels.Call(
         y,
@@ -253,10 +281,45 @@ def test_blocks_take_no_more_shared_memory_than_there_is(device, monkeypatch, sh
     assert 0 < launch.alone.shared <= shared
 
 
-def test_positions_of_64_bits(device, monkeypatch):
+# Channels and maps of odd numbers, and what sets of slots, threads and numbers held ahead they come to without a pool.
+ODD = {
+    "one warp along the channels, whole rows": ((2, 128, 3), (18, 16), {"DEEP": 4, "TZ": 32, "FITS": 1, "AHEAD": 1}),
+    "rows with a rest": ((2, 12, 3), (9, 13), {"DEEP": 2, "TZ": 3, "FITS": 0}),
+    "channels one by one": ((1, 7, 3), (6, 11), {"WIDTH_V": 1, "TZ": 7, "FITS": 0}),
+    "two by two, in several blocks": ((3, 130, 3), (5, 9), {"WIDTH_V": 2, "TZ": 33}),
+    "a patch that no thread holds": ((4, 20, 7), (24, 31), {"AHEAD": 0, "TZ": 5}),
+}
+
+
+@pytest.mark.parametrize("which", ODD)
+@pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2), layer.MaxPool2d(3, 2, 1)], ids=["none", "2x2", "3x3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_and_maps_of_any_size_in_channels_last(device, monkeypatch, which, pool, dtype):
+    """A large batch is made believe, for which threads take as much as they can."""
+    (inputs, outputs, kernel), map_, macros = ODD[which]
+    widest, seen = cuda.widest, []
+    monkeypatch.setattr(cuda, "widest", lambda limit, run, total, *f, **o: widest(limit, run, total * 2**16, *f, **o))
+    program = cuda.program
+    monkeypatch.setattr(cuda, "program", lambda name, **m: (seen.append((name, m)), program(name, **m))[1])
+    torch.manual_seed(0)
+    of = lying(convolved(inputs, outputs, kernel, (3, 2, *map_), dtype), "last")
+    y = drives_of(*of, 1, kernel // 2)
+    call = kernels.Call(
+        y, node("lif", v_threshold=0.4), [2, 2, 1], torch.randn(y.shape[1:]) * 0.2, None,
+        torch.rand(outputs) + 0.5, torch.randn(outputs) * 0.3, pool, torch.rand(5), 2,
+    )  # fmt: skip
+    assert agree(call, of, 1, kernel // 2).float().mean() > 0.02
+    found = next(m for name, m in seen if name == "conv_fire_forward")
+    assert found["LAST"]
+    if pool is None:
+        assert {name: found[name] for name in macros} == macros
+
+
+@pytest.mark.parametrize("lies", ["contiguous", "last"])
+def test_positions_of_64_bits(device, monkeypatch, lies):
     monkeypatch.setattr(cuda, "needs_wide", lambda *counts: True)
     torch.manual_seed(0)
-    of = convolved(2, 4, 3, (2, 3, 10, 12), torch.bfloat16)
+    of = lying(convolved(2, 4, 3, (2, 3, 10, 12), torch.bfloat16), lies)
     call = kernels.Call(drives_of(*of, 1, 1), node("lif", v_threshold=0.4), [3, 2], pool=layer.MaxPool2d(2))
     agree(call, of, 1, 1)
 

@@ -43,26 +43,21 @@ def programs():
         for kernel in ("fire_pool", "fire_pool_weights"):
             shared = COMMON | {"LAST": last, "GROUP": 2 * mean, "IO": mean}
             yield cuda.program(kernel, **shared, **POOL, MEAN=mean, BLOCK=128, WIDTH_V=1)
-    conv = {
-        "C_IN": 2,
-        "KERNEL": 3,
-        "STRIDE": 1,
-        "PADDING": 1,
-        "BIAS": 0,
-        "TX": 32,
-        "TY": 2,
-        "TZ": 4,
-        "DEEP": 4,
-        "BLOCK": 256,
-    }
-    for number, (kernel, windows) in enumerate(product((3, 5, 7), (True, False))):
-        macros = registers.neuron(
-            1 + number % 3, number % 3, False, windows, WIDTH_V=1 if windows else (4, 2, 1)[number // 2]
-        )
-        macros |= {"MODE": number % 5, "HARD": windows, "WHOLE": number != 1, "MEAN": number == 2, "WIDE": number % 2}
-        tile = {"C_IN": 1 + number % 4, "KERNEL": kernel, "STRIDE": 1 + number % 2, "DEEP": (4, 1, 2)[number % 3], "TX": 8}
-        masks = number == 5
-        more = conv | tile | {"BIAS": windows, "BLOCK": 64, "MASKS": masks, "REST0": number % 2}
+    conv = {"PADDING": 1, "TX": 8, "TY": 2, "TZ": 4, "BLOCK": 64}
+    for number, (kernel, windows, last) in enumerate(product((3, 5, 7), (True, False), (False, True))):
+        half = number // 2
+        width = 4 >> half // 2 if last or not windows else 1
+        macros = registers.neuron(1 + half % 3, half % 3, last, windows, WIDTH_V=width)
+        macros |= {"MODE": half % 5, "HARD": windows, "WHOLE": half != 1, "MEAN": half == 2, "WIDE": half % 2}
+        tile = {"C_IN": 1 + half % 4, "KERNEL": kernel, "STRIDE": 1 + half % 2, "DEEP": (4, 1, 2)[half % 3]}
+        lies = {
+            "FRAMES_LAST": last,
+            "FILTERS_LAST": number % 4 == 3,
+            "FITS": number % 3 > 0 or not last,
+            "AHEAD": last * (half % 3),
+        }
+        masks = half == 5
+        more = conv | tile | lies | {"BIAS": windows, "MASKS": masks, "REST0": half % 2, "RESIDENT": 8 * last}
         yield cuda.program("conv_fire_forward", **macros | more | ({"GROUP": 0} if masks else {}))
         yield cuda.program("conv_drives", **macros | more)
     yield cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=128)
@@ -119,6 +114,18 @@ def test_first_layers_in_one_kernel_keep_their_state_in_registers():
             convolving = max(loops, key=lambda one: one.counts["FFMA"] / one.length)
             assert convolving.counts["FFMA"] == dict(program.macros)["KERNEL"] ** 2 * 16
             assert convolving.counts["FFMA"] > 0.8 * convolving.length
+
+
+def test_first_layers_in_channels_last_keep_theirs_and_take_fewer_instructions():
+    """Half of the lanes where filters are 3x3, a few numbers spilled, and no more instructions a drive than contiguous."""
+    for case, dtype, k in product(first_layer.CASES, (torch.float32, torch.bfloat16), (1, 4)):
+        (program, shared), (contiguous, _) = (registers.layer_1(case, dtype, k, last) for last in (True, False))
+        found = registers.compile_for(program, 90)
+        assert found.registers <= (64 if first_layer.CASES[case].kernel == 3 else 128)
+        assert found.spill_bytes <= 64
+        assert shared <= 48 * 1024
+        if registers.loops(found.code):
+            assert registers.instructions_a_drive(program) < registers.instructions_a_drive(contiguous)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("TF32", torch.float32), ("bf16", torch.bfloat16)])

@@ -11,7 +11,7 @@ import shim
 import stub_cuda
 import torch
 import torch.nn.functional as F
-from conv_cases import drives_of
+from conv_cases import drives_of, last
 from spikingjelly.activation_based import functional, layer, neuron
 from straight_cases import NEURONS, POOLS, awake, compare, each
 from torch import nn
@@ -28,36 +28,52 @@ from tests.runtime.test_deferred import BETWEEN, Block
 
 
 class Here:
-    """Where a test runs: the CPU's kernel takes channels_last."""
+    """Where a test runs: whether nets, and their frames, are channels_last."""
 
-    on_cpu = False
+    net = frames = False
+
+
+FORMATS = {"contiguous": (False, False), "channels_last": (True, True), "a net in channels_last": (True, False)}
 
 
 @pytest.fixture
-def device(monkeypatch, tmp_path):
+def stub(monkeypatch, tmp_path):
     """A stand-in for a device on a machine whose environment asks for the kernel."""
     if shim.MISSING:
         pytest.skip(shim.MISSING)
     stub_cuda.machine(monkeypatch, tmp_path)
     stub_cuda.stand_in(monkeypatch)
     monkeypatch.setenv(conv_fire.VARIABLE, "1")
-    monkeypatch.setattr(Here, "on_cpu", False)
     yield stub_cuda.offer(monkeypatch, *launchers.NAMES)
     stub_cuda.forget()
+
+
+def lying(monkeypatch, format_):
+    for name, value in zip(("net", "frames"), FORMATS[format_], strict=True):
+        monkeypatch.setattr(Here, name, value)
+
+
+@pytest.fixture(params=["contiguous", "channels_last"])
+def device(stub, monkeypatch, request):
+    lying(monkeypatch, request.param)
+    return stub
 
 
 @pytest.fixture
 def cpu(monkeypatch):
     """The CPU, where maps of any size are taken, whatever torch's convolution does with the last bits."""
     monkeypatch.delenv(conv_fire.VARIABLE, raising=False)
-    monkeypatch.setattr(Here, "on_cpu", True)
+    lying(monkeypatch, "channels_last")
     monkeypatch.setattr(deferred, "LARGE_FOR_ONE", 0)
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
 
 
-@pytest.fixture(params=["cuda", "cpu"])
-def both(request):
-    request.getfixturevalue("device" if request.param == "cuda" else "cpu")
+@pytest.fixture(params=[*(f"cuda, {format_}" for format_ in FORMATS), "cpu"])
+def both(request, monkeypatch):
+    where, _, format_ = request.param.partition(", ")
+    request.getfixturevalue("stub" if where == "cuda" else "cpu")
+    if format_:
+        lying(monkeypatch, format_)
 
 
 def source(node=None, pool=None, layers=3, **options):
@@ -84,12 +100,12 @@ def converted(net, k=2, backend="auto"):
 
 
 def placed(net):
-    return net.to(memory_format=torch.channels_last) if Here.on_cpu else net
+    return net.to(memory_format=torch.channels_last) if Here.net else net
 
 
 def frames(steps=6, samples=2, size=16):
     x = (torch.rand(steps, samples, 2, size, size, generator=torch.Generator().manual_seed(1)) < 0.4).float()
-    return x.movedim(2, -1).contiguous().movedim(-1, 2) if Here.on_cpu else x
+    return last(x) if Here.frames else x
 
 
 def count():
@@ -285,7 +301,7 @@ def taken(net, x):
 
 
 def test_who_gets_no_kernel(device, monkeypatch):
-    """Gradients, autocast, a profiler, other memory formats and dtypes, overridden convolutions, backends: as before."""
+    """Gradients, autocast, a profiler, frames with gaps, other dtypes, overridden convolutions, backends: as before."""
     net, x = converted(source()), frames()
     assert taken(net, x)
     assert type(net[0](x).expression.held) is torch.Tensor
@@ -293,8 +309,10 @@ def test_who_gets_no_kernel(device, monkeypatch):
         assert not taken(net, x)
     with torch.profiler.profile():
         assert not taken(net, x)
-    assert not taken(net, x.movedim(2, -1).contiguous().movedim(-1, 2))
-    assert not taken(converted(source()).to(memory_format=torch.channels_last), x)
+    each_frame = converted(source(), 1)  # sums of frames have no gaps
+    assert taken(each_frame, x)
+    assert not taken(each_frame, x.mT)
+    assert not taken(each_frame, torch.cat([x, x], -1)[..., : x.shape[-1]])
     assert not taken(converted(source(), 1).double(), x.double())
     assert not taken(converted(source(), backend="reference"), x)
     assert not taken(sj_tac.convert(source(), "collapse", 2), x)

@@ -20,7 +20,7 @@ from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels.gpu import launchers, program as cuda
 from sj_tac.kernels.gpu.fire import Fire
 from sj_tac.kernels.gpu.launches import Launch
-from sj_tac.kernels.layout import RUNS
+from sj_tac.kernels.layout import RUNS, empty
 from sj_tac.kernels.operands import Operands
 
 # The variable that forbids it, and the devices where it can be had.
@@ -30,6 +30,11 @@ DEVICES = {"cuda"}
 FEW, KERNELS, STRIDES = 4, (3, 5, 7), (1, 2)
 # Threads of a block, of them in one plane, and in one row; output channels of a thread.
 BLOCK, PLANE, ROW, DEEP = 256, 64, 32, 4
+# In channels_last: channels of a thread, its neurons, and threads along the channels.
+ABREAST, NEURONS, LANES = 4, 16, 64
+# There, too: numbers of the next frame that a thread may hold while it works on one; threads that a multiprocessor is to
+# have registers for, where filters are 3x3 and blocks have no fewer than so many.
+AHEAD, THREADS, SMALLEST = 2, 1024, 128
 
 
 def is_allowed(device: torch.device) -> bool:
@@ -53,6 +58,7 @@ class Convolution(NamedTuple):
 
     Attributes:
         inputs: C_in; kernel: rows and columns of a filter; height, width: of a frame.
+        last: the output is channels_last; frames_last, filters_last: so are frames, and filters.
     """
 
     inputs: int
@@ -62,6 +68,9 @@ class Convolution(NamedTuple):
     height: int
     width: int
     biased: bool
+    last: bool = False
+    frames_last: bool = False
+    filters_last: bool = False
 
 
 class Convolved(NamedTuple):
@@ -83,11 +92,34 @@ def convolution(of: Convolved, options: Sequence[tuple[int, int] | int], shape: 
     inputs, kernel = filters.shape[1:3]
     alike = stride == other and padding == also and kernel == filters.shape[3]
     known = dilation == (1, 1) and groups == 1 and stride in STRIDES and kernel in KERNELS and inputs <= FEW
-    lies = frames.is_contiguous() and filters.is_contiguous() and (bias is None or bias.is_contiguous())
     # Maps of one pixel lie as channels_last does, whose kernels know no convolution.
-    if not (alike and known and lies and frames.dtype in cuda.IO and shape[3] * shape[4] > 1 and frames.numel()):
+    if not (alike and known and frames.dtype in cuda.IO and shape[3] * shape[4] > 1 and frames.numel()):
         return None
-    return Convolution(inputs, kernel, stride, padding, frames.shape[3], frames.shape[4], bias is not None)
+    lies = [_lies(frames), _lies(filters)]
+    if None in lies or not (bias is None or bias.is_contiguous()):
+        return None
+    last = _is_last(of, options) if any(lies) or inputs == 1 else False
+    found = Convolution(inputs, kernel, stride, padding, frames.shape[3], frames.shape[4], bias is not None)
+    return None if last is None else found._replace(last=last, frames_last=bool(lies[0]), filters_last=bool(lies[1]))
+
+
+def _lies(x: Tensor) -> bool | None:
+    """Whether a tensor [..., C, H, W] is channels_last, or contiguous; None where it is neither."""
+    return False if x.is_contiguous() else True if x.movedim(-3, -1).is_contiguous() else None
+
+
+def _is_last(of: Convolved, options: Sequence[tuple[int, int] | int]) -> bool | None:
+    """Whether torch's own convolution puts out channels_last, or contiguous; None where nobody can say.
+
+    It goes by the strides of both, of one channel or sample as well, and by the library that computes it.
+    """
+    select = getattr(torch._C, "_select_conv_backend", None)
+    decide = getattr(torch._C, "_conv_determine_backend_memory_format", None)
+    if select is None or decide is None:
+        return None
+    frames, (stride, padding, dilation, groups) = of.frames.flatten(0, 1), options
+    by = select(frames, of.filters, of.bias, stride, padding, dilation, False, (0, 0), groups)
+    return {torch.channels_last: True, torch.contiguous_format: False}.get(decide(frames, of.filters, by))
 
 
 def _up(n: int, to: int) -> int:
@@ -98,24 +130,33 @@ class Tiles(NamedTuple):
     """What decides how large the tiles of blocks may be.
 
     Attributes:
-        columns, rows: neurons of a thread; deep: its output channels; patches: in shared memory at once.
+        columns, rows: neurons of a thread; channels: its output channels; patches: in shared memory at once.
     """
 
     conv: Convolution
     columns: int
     rows: int
-    deep: int
+    channels: int
     patches: int
 
-    def needs(self, tx: int, ty: int, tz: int) -> int:
-        """Bytes of shared memory of a block of tx * ty * tz threads, as conv.cuh lays it out."""
+    def patch(self, tx: int, ty: int) -> int:
+        """Numbers that a block looks at in a frame, as conv.cuh lays them out."""
         conv = self.conv
         jump = self.columns * conv.stride
         vector = next(n for n in (4, 2, 1) if jump % n == 0)
         span = (self.columns - 1) * conv.stride + conv.kernel
         across = _up((tx - 1) * jump + _up(span, vector), 4)
-        patch = conv.inputs * ((ty * self.rows - 1) * conv.stride + conv.kernel) * across
-        return 4 * (_up(conv.inputs * conv.kernel**2 * tz * self.deep, 4) + self.patches * patch)
+        return conv.inputs * ((ty * self.rows - 1) * conv.stride + conv.kernel) * across
+
+    def cost(self, tx: int, ty: int) -> int:
+        """Numbers of a channel that it has from memory, which hands out 8 side by side at once."""
+        across, down = ((n - 1) * self.conv.stride + self.conv.kernel for n in (tx * self.columns, ty * self.rows))
+        return down * (across + 8)
+
+    def needs(self, tx: int, ty: int, tz: int) -> int:
+        """Bytes of shared memory of a block of tx * ty * tz threads."""
+        conv = self.conv
+        return 4 * (_up(conv.inputs * conv.kernel**2 * tz * self.channels, 4) + self.patches * self.patch(tx, ty))
 
     def fitting(self, wide: int, high: int, through: int) -> tuple[int, int, int]:
         """Threads along slots, rows of slots and channels, of a map with so many: as many as fit, rows as long as may be."""
@@ -134,6 +175,21 @@ class Tiles(NamedTuple):
             plane //= 2
         return 1, 1, 1
 
+    def along_channels(self, wide: int, high: int, through: int) -> tuple[int, int, int]:
+        """The same in channels_last: threads first along the channels, then by the map, so that few are idle."""
+        threads, most = BLOCK, -(-through // -(-through // min(LANES, BLOCK)))
+        while threads:
+            tz = min(most, threads)
+            while tz:
+                plane = 1 << (threads // tz).bit_length() - 1
+                shapes = {(cuda.power(wide, 1 << i), cuda.power(high, plane >> i)) for i in range(plane.bit_length())}
+                tx, ty = min(shapes, key=lambda s: (_up(wide, s[0]) * _up(high, s[1]), -s[0] * s[1], self.cost(*s), s))
+                if self.needs(tx, ty, tz) <= cuda.SHARED:
+                    return tx, ty, tz
+                tz = -(-tz // 2) if tz > 1 else 0
+            threads //= 2
+        return 1, 1, 1
+
 
 class ConvFire(Fire):
     """``Fire`` for drives that a convolution makes on the way; the tensor in their place only says what they are like."""
@@ -142,13 +198,17 @@ class ConvFire(Fire):
         self.conv = conv
         super().__init__(o)
         merged = o.mode == ChargeMode.MERGED
-        if self.last or o.residual is not None or merged:
+        if self.height * self.width == 1 or o.residual is not None or merged:
             raise ValueError(
                 f"convolution and fire in one kernel got drives {list(o.y.shape)}, a residual: {o.residual is not None}, "
                 f"merged steps: {merged}; it takes maps of more than a pixel, no residual and no merged steps"
             )
         if cuda.needs_wide(self.groups * self.n * conv.inputs * conv.height * conv.width):
             self.common["WIDE"] = True
+
+    def is_last(self, y: Tensor) -> bool:
+        """As torch's convolution puts them out; of one channel, both formats are the same."""
+        return self.conv.last and self.c > 1
 
     def drives(self, y: Tensor) -> Tensor:
         """No tensor but what stands for one."""
@@ -157,8 +217,7 @@ class ConvFire(Fire):
     def stepping(self, windows: bool, out: Tensor, v: Tensor) -> tuple[cuda.Program, int]:
         """The program that convolves and takes the steps, and its blocks; ``shared`` is what each takes."""
         masks = out.dtype == torch.int32
-        # A thread's neurons lie side by side in one row: two by two behind windows, else up to four.
-        width = 1 if windows else cuda.widest(4, self.width, self.frame, out, v)
+        width = self._abreast(windows, out, v)
         macros = self.neuron_macros(windows, width) | {"MASKS": masks, "REST0": self.rests_at_zero}
         if masks:
             macros["GROUP"] = 0
@@ -166,25 +225,46 @@ class ConvFire(Fire):
 
     def convolving(self) -> tuple[cuda.Program, int]:
         """The program that makes drives alone."""
-        width = cuda.widest(4, self.width, self.frame)
+        width = self._abreast(False)
         # Of no neuron, so that all share it.
         macros: dict[str, int | bool] = dict.fromkeys(("MODE", "HARD", "AFFINE", "WINDOWS", "MEAN", "RESIDUAL"), 0)
         macros |= self.common | {"GROUP": 0, "WIDTH_V": width, "K": 1, "WHOLE": 1}
         return self._tiled("conv_drives", macros, width, 1)
 
+    def _abreast(self, windows: bool, *written: Tensor) -> int:
+        """Slots of a thread that lie side by side in memory."""
+        if self.last:
+            return cuda.widest(ABREAST, self.c, self.frame, *written)
+        # In one row: two by two neurons behind windows, else up to four.
+        return 1 if windows else cuda.widest(4, self.width, self.frame, *written)
+
+    def _sets(self, side: int, width: int) -> int:
+        """How many sets of so many slots a thread has: by channels, or in channels_last along a row."""
+        if not self.last:
+            return next(d for d in (DEEP, 2, 1) if self.c % d == 0)
+        most = max(1, NEURONS // (side * side * width))
+        # Many share the filters that a thread has read; past the end of a row they are for nothing.
+        return min((1 << i for i in range(most.bit_length())), key=lambda d: _up(self.width, side * d) * (1 + 1 / (2 * d)))
+
     def _tiled(self, name: str, macros: dict[str, int | bool], width: int, patches: int) -> tuple[cuda.Program, int]:
         """A program by the tiles that its blocks have, and how many those are; ``patches``: in shared memory at once."""
         conv, side = self.conv, 2 if macros["WINDOWS"] else 1
-        deep = next(d for d in (DEEP, 2, 1) if self.c % d == 0)
-        wide, high = self.width // (side * width), self.height // side
-        tile = Tiles(conv, side * width, side, deep, patches)
-        tx, ty, tz = tile.fitting(wide, high, self.c // deep)
-        self.shared = tile.needs(tx, ty, tz)
+        deep = self._sets(side, width)
+        along, channels = (deep, width) if self.last else (width, deep)
+        wide, high, through = -(-self.width // (side * along)), self.height // side, -(-self.c // channels)
+        tile = Tiles(conv, side * along, side, channels, patches)
+        tx, ty, tz = (tile.along_channels if self.last else tile.fitting)(wide, high, through)
+        block = tx * ty * tz
+        self.shared, turns = tile.needs(tx, ty, tz), -(-tile.patch(tx, ty) // block)
+        steps = self.last and patches > 1
         macros |= {
             "C_IN": conv.inputs, "KERNEL": conv.kernel, "STRIDE": conv.stride, "PADDING": conv.padding, "BIAS": conv.biased,
-            "TX": tx, "TY": ty, "TZ": tz, "DEEP": deep, "BLOCK": tx * ty * tz,
+            "FRAMES_LAST": conv.frames_last, "FILTERS_LAST": conv.filters_last, "FITS": self.width % (side * along) == 0,
+            "AHEAD": turns if steps and turns <= AHEAD else 0,
+            "RESIDENT": THREADS // block if steps and conv.kernel == 3 and block >= SMALLEST else 0,
+            "TX": tx, "TY": ty, "TZ": tz, "DEEP": deep, "BLOCK": block,
         }  # fmt: skip
-        return cuda.program(name, **macros), self.n * -(-wide // tx) * -(-high // ty) * -(-self.c // (tz * deep))
+        return cuda.program(name, **macros), self.n * -(-wide // tx) * -(-high // ty) * -(-through // tz)
 
 
 class ConvLaunch(Launch):
@@ -216,9 +296,12 @@ class ConvLaunch(Launch):
 
     def _checked(self, of: Convolved) -> Convolved:
         """The tensors, which the kernel reads without looking."""
-        assert (of.frames.shape, of.filters.shape, of.bias is not None) == (self.read, self.filters, self.conv.biased)
+        conv = self.conv
+        assert (of.frames.shape, of.filters.shape, of.bias is not None) == (self.read, self.filters, conv.biased)
         assert of.bias is None or of.bias.shape == self.filters[:1]
-        assert all(x is None or (x.dtype is self.dtype and x.is_contiguous() and x.device == self.device) for x in of)
+        assert all(x is None or (x.dtype is self.dtype and x.device == self.device) for x in of)
+        assert (_lies(of.frames), _lies(of.filters)) == (conv.frames_last, conv.filters_last)
+        assert of.bias is None or of.bias.is_contiguous()
         return of
 
     def __call__(
@@ -240,7 +323,7 @@ class ConvLaunch(Launch):
     def drives(self, of: Convolved) -> Tensor:
         """The drives [G, N, C, H, W], to the last bit those that a call runs its steps on."""
         read = self._checked(of)
-        y = torch.empty(self.made, dtype=self.dtype, device=self.device)
+        y = empty(of.frames, list(self.made), self.conv.last, self.dtype)
         at = [0 if x is None else x.data_ptr() for x in (*read, y)]
         launchers.prepared(self.kernel, self.alone)(*at)
         return y

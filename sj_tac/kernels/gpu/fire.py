@@ -46,7 +46,7 @@ class Fire:
         self.groups, self.n, self.c, self.height, self.width = y.shape
         out_size = pooled_size(self.height, self.width, pool, window)
         # Maps of one pixel lie in memory as channels_last does: by its kernels, whose threads go along the channels.
-        self.device, self.format = y.device, is_channels_last(y)
+        self.device, self.format = y.device, self.is_last(y)
         self.last = self.format or (self.height == self.width == 1 and out_size == (1, 1))
         self.y = self.drives(y)
         self.residual = None if o.residual is None else cuda.dense(o.residual, self.last, y.dtype)
@@ -73,6 +73,10 @@ class Fire:
         )  # fmt: skip
         wide = cuda.needs_wide(self.steps * self.frame, self.out_shape[0] * self.emitted, self.words * self.frame)
         self.common = {"IO": cuda.IO[y.dtype], "WIDE": wide, "LAST": self.last, "GROUP": self.group}
+
+    def is_last(self, y: Tensor) -> bool:
+        """Whether drives, and what is made of them, are channels_last."""
+        return is_channels_last(y)
 
     def drives(self, y: Tensor) -> Tensor:
         """The drives as the kernels read them."""

@@ -17,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) conv_drives(
             convolve(patch, shared, x);
 #pragma unroll
             for (int d = 0; d < DEEP; d++) {
-                finish(x[d], bias, tile.channel + d);
-                store(y + g * (position)call.frame, tile.neuron(d, call), call, x[d]);
+                finish(x[d], bias, tile.channel_of(d));
+                if (tile.has(d, call)) store(y + g * (position)call.frame, tile.neuron(d, call), call, x[d]);
             }
         }
         __syncthreads();

@@ -1,0 +1,130 @@
+"""Memory formats of nets whose first layers run in one kernel: nobody sees by strides that it ran, on the stand-in."""
+
+import pytest
+import shim
+import stub_cuda
+import torch
+from conv_cases import drives_of, last
+from spikingjelly.activation_based import functional, layer
+from straight_cases import POOLS, awake
+from torch import nn
+
+import sj_tac
+from sj_tac.kernels.gpu import conv_fire
+from sj_tac.kernels.layout import RUNS, is_channels_last
+from sj_tac.runtime.deferred import Deferred
+
+pytestmark = pytest.mark.skipif(bool(shim.MISSING or stub_cuda.REAL), reason="the stand-in's")
+# Whether the net, and its frames, are channels_last.
+FORMATS = {"neither": (False, False), "both": (True, True), "the net": (True, False), "the frames": (False, True)}
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch, tmp_path):
+    yield from stub_cuda.on_the_stub(monkeypatch, tmp_path)
+
+
+def source(inputs=2, outputs=8, pool=None):
+    torch.manual_seed(0)
+    net = awake(pool=pool, layers=2)
+    net[0] = layer.Conv2d(inputs, outputs, 3, padding=1, step_mode="m")
+    net[1] = layer.BatchNorm2d(outputs, step_mode="m")
+    net[1].running_var.fill_(0.1)
+    nn.init.uniform_(net[1].bias, 0.0, 0.5)
+    second = next(i for i, module in enumerate(net) if i and isinstance(module, nn.Conv2d))
+    net[second] = layer.Conv2d(outputs, 8, 3, padding=1, step_mode="m")
+    for conv in (net[0], net[second]):
+        for parameter in conv.parameters():
+            parameter.data = torch.randint(-8, 9, parameter.shape) / 16
+    return net.eval()
+
+
+def converted(net, k, lies, dtype=torch.float32):
+    policy = {"default": {"mode": "preserve", "k": k, "weights": "uniform"}}
+    fast = sj_tac.convert(net, policy).to(dtype)
+    return fast.to(memory_format=torch.channels_last) if FORMATS[lies][0] else fast
+
+
+def frames(lies, inputs=2, size=(13, 18), dtype=torch.float32):
+    x = (torch.rand(6, 2, inputs, *size, generator=torch.Generator().manual_seed(1)) < 0.4).to(dtype)
+    return last(x) if FORMATS[lies][1] else x
+
+
+def seen(net, x, monkeypatch, said):
+    """All that users see of two calls in a row: frames behind every layer, drives read afterwards, voltages."""
+    monkeypatch.setenv(conv_fire.VARIABLE, said)
+    functional.reset_net(net)
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            values = [x]
+            for module in net:
+                values.append(module(values[-1]))
+            found += [value[:].clone() for value in values[1:]]
+            found += [module.v.clone() for module in net if hasattr(module, "v")]
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("lies", FORMATS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 8), (1, 6), (3, 1), (4, 9)])
+def test_strides_and_numbers_are_those_without_the_kernel(inputs, outputs, lies, pool, k, monkeypatch):
+    net, x = converted(source(inputs, outputs, POOLS[pool]), k, lies), frames(lies, inputs)
+    expected = seen(net, x, monkeypatch, "0")
+    before = RUNS["conv_fire", "cupy"]
+    found = seen(net, x, monkeypatch, "1")
+    ran = RUNS["conv_fire", "cupy"] - before
+    assert ran == (4 if outputs == 1 and k > 1 else 2)  # the second layer has one input channel then; at k = 1 it alone pays
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        # Those of dimensions of size 1 say nothing.
+        strides = [
+            [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1] for tensor in (ours, theirs)
+        ]
+        assert strides[0] == strides[1]
+    assert 0.02 < expected[2].mean() < 0.9
+    in_last = FORMATS[lies][0] or (FORMATS[lies][1] and inputs > 1)  # folded, frames of one channel are contiguous
+    assert is_channels_last(found[len(net)]) is (in_last and outputs > 1)  # the first voltages
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lies", FORMATS)
+def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on(lies, dtype):
+    net = source(3)
+    net[0].weight.data.normal_(0, 0.5)  # another order of additions rounds otherwise
+    net, x = converted(net, 1, lies, dtype), frames(lies, 3, dtype=dtype)
+    drives = net[0](x)
+    assert type(drives.expression.held) is Deferred
+    net[2](net[1](drives))
+    promised = drives_of(x, net[0].weight, net[0].bias, 1, 1)
+    assert torch.equal(drives[:], promised)
+    assert is_channels_last(drives[:]) is (lies != "neither")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lies", FORMATS)
+def test_voltages_that_somebody_lays_out_otherwise_are_read_as_they_are(lies, monkeypatch):
+    """Between two calls: the second goes on from the same voltages, in the other format."""
+    net, x = converted(source(), 2, lies), frames(lies)
+    found = []
+    for said in "01":
+        monkeypatch.setenv(conv_fire.VARIABLE, said)
+        functional.reset_net(net)
+        net(x)
+        v = net[2].v
+        assert is_channels_last(v) is (lies != "neither")
+        net[2].v = v.contiguous() if is_channels_last(v) else last(v)
+        found.append((net(x).clone(), net[2].v.clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_where_torch_does_not_say_which_format_comes_out_no_kernel_runs(monkeypatch):
+    """A convolution that no format is known of goes the ordinary way; contiguous ones need no answer."""
+    monkeypatch.delattr(torch._C, "_select_conv_backend")
+    for lies in FORMATS:
+        with torch.no_grad():
+            held = converted(source(), 2, lies)[0](frames(lies)).expression.held
+        assert (type(held) is Deferred) is (lies == "neither")
