@@ -13,7 +13,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct shim_index { unsigned int x, y, z; };
 static shim_index blockIdx, threadIdx;
