@@ -150,12 +150,14 @@ def neuron(k: int, io: int, last: bool, windows: bool, **more: int) -> dict[str,
 
 def backward(macros: dict[str, int]) -> dict[str, int]:
     """What the backward has more: fine-tuning with fixed weights, so sums for scale and shift alone, T = 16."""
-    windows, half_last = macros["WINDOWS"], macros["IO"] and macros["LAST"]
-    width = (2 if half_last and macros["K"] <= 8 else 1) if windows else 4
-    steps = cuda.segment(width * (4 if windows else 1))
+    windows = macros["WINDOWS"]
+    width = 1 if windows else 4
+    groups = 16 // macros["K"]
+    segment = cuda.segment(width * (4 if windows else 1), macros["K"], groups)
     return {
-        "WIDTH_V": width, "STEPS": steps, "SEGMENTS": 16 // max(steps, macros["K"]), "SURROGATE": 1,
-        "POOLED": 0, "BLOCK": 128, "LANES": 32 if macros["LAST"] else 1, "LINEAR_SUMS": 0, "WEIGHT_SUMS": 0,
+        "WIDTH_V": width, "GROUPS_OF_SEGMENT": segment, "SEGMENTS": groups // segment, "RESIDENT": cuda.RESIDENT,
+        "SURROGATE": 1, "REST0": 1, "DETACH": 1, "LINEAR": 0, "POOLED": 0, "BLOCK": 128,
+        "LANES": (64 if macros["IO"] and windows else 32) if macros["LAST"] else 1, "LINEAR_SUMS": 0, "WEIGHT_SUMS": 0,
     }  # fmt: skip
 
 

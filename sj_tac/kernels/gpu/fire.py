@@ -19,8 +19,8 @@ class Grid(NamedTuple):
     """How a backward lies over the device.
 
     Attributes:
-        width: slots of a thread. segment: steps kept in registers. block: threads; lanes: of them, side by side along the
-            channels, or planes in a block. rounds: turns of a thread. parts: blocks of one map.
+        width: slots of a thread. segment: drives, of whose steps it keeps voltages in registers. block: threads; lanes: of
+            them, side by side along the channels, or planes in a block. rounds: turns of a thread. parts: blocks of one map.
     """
 
     width: int
@@ -54,7 +54,7 @@ class Fire:
         self.v0 = None if o.v0 is None else cuda.dense(o.v0, self.last, torch.float32)
         self.scale, self.shift, self.linear, self.rate = (cuda.vector(x) for x in (o.scale, o.shift, o.linear, o.q))
         self.weights, self.group = cuda.vector(o.weights), o.group if o.weights is not None else 0
-        self.mode, self.surrogate, self.pool, self.window = o.mode, o.surrogate, pool, tuple(window)
+        self.mode, self.surrogate, self.detach, self.pool, self.window = o.mode, o.surrogate, o.detach, pool, tuple(window)
         even = self.height % 2 == 0 and self.width % 2 == 0
         self.windows = bool(pool) and self.window == (2, 2, 2, 2, 0, 0) and even
         self.general = bool(pool) and not self.windows
@@ -67,7 +67,7 @@ class Fire:
         self.words = -(-self.steps // 32)
         pixels = self.height * self.width
         self.call = np.array(
-            (o.tau, o.decay, o.gain, o.rest, o.threshold, o.alpha, self.groups, self.steps, o.detach, self.width, self.c,
+            (o.tau, o.decay, o.gain, o.rest, o.threshold, o.alpha, o.threshold, self.groups, self.steps, self.width, self.c,
              pixels, self.frame, self.emitted),
             cuda.CALL,
         )  # fmt: skip
@@ -131,9 +131,10 @@ class Fire:
         need_weights = need_weights and not self.general
         tally = (2 * self.groups if need_linear else 0) + (self.steps if need_weights else 0)
         grid = self._grid(tally, (self.y, self.residual, self.v0))
-        macros = self.neuron_macros(self.windows, grid.width, max(1, grid.segment // self.k)) | {
-            "SURROGATE": self.surrogate, "BLOCK": grid.block, "LANES": grid.lanes, "STEPS": grid.segment,
-            "SEGMENTS": -(-self.groups // max(1, grid.segment // self.k)), "POOLED": self.general,
+        macros = self.neuron_macros(self.windows, grid.width, grid.segment) | {
+            "SURROGATE": self.surrogate, "BLOCK": grid.block, "LANES": grid.lanes, "GROUPS_OF_SEGMENT": grid.segment,
+            "SEGMENTS": -(-self.groups // grid.segment), "RESIDENT": cuda.RESIDENT, "POOLED": self.general,
+            "REST0": self.rests_at_zero, "DETACH": self.detach, "LINEAR": self.linear is not None,
             "LINEAR_SUMS": need_linear, "WEIGHT_SUMS": need_weights,
         }  # fmt: skip
         if self.general:
@@ -147,15 +148,14 @@ class Fire:
         width, corners = 1, 4 if self.windows else 1
         if not self.general and not self.windows:
             width = cuda.widest(4, self.run_length(False), self.frame, *frames)
-        elif self.windows and self.last and self.y.element_size() == 2 and self.k <= 8:
-            width = cuda.widest(2, self.c, self.frame // corners, *frames)  # two numbers of 2 bytes at once
-        segment = cuda.segment(width * corners)
+        segment = cuda.segment(width * corners, self.k, self.groups)
         units = self.frame // corners // self.c if self.last else self.height * self.width // corners // width
         block = 128
         while block > 32 and tally * block * 4 > cuda.SHARED:
             block //= 2
         # Along the channels, or whole planes, where a plane is smaller than a block.
-        lanes = cuda.power(self.c // width, 32) if self.last else block // cuda.power(units, block)
+        along = min(block, max(32, 128 // (width * self.y.element_size())))  # whole lines of memory
+        lanes = cuda.power(self.c // width, along) if self.last else block // cuda.power(units, block)
         rows = block // lanes
         rounds = min(8, -(-units // rows))
         parts = -(-units // (rows * rounds))

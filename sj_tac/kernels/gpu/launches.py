@@ -180,7 +180,7 @@ class Backward:
         self.by_channel: tuple[int, ...] | None = None
         if o.scale is not None:
             # By part of the map and channel, or by sample, channel and part.
-            self.by_channel = (grid.parts, call.c) if call.last else (call.n, call.c, grid.parts * grid.width)
+            self.by_channel = (grid.parts, call.c) if call.last else (call.n, call.c, grid.parts)
         self.by_drive = (grid.blocks, 2 * call.groups) if need_linear else None
         self.by_step = (grid.blocks, call.steps) if need_weights and not call.general else None
         self.bits: tuple[int, int] | None = None
@@ -236,8 +236,8 @@ class Backward:
         by_linear, by_weight = self._partial(self.by_drive), self._partial(self.by_step)
         scratch, _ = cuda.tally(self.block, self.tally, self.blocks, device)
         at = cuda.addresses(
-            go=go, y=y, residual=residual, gv=gv, scale=scale, shift=shift, v0=v0, linear=linear, rate=rate, weights=weights,
-            masks=bits, gy=gy, g_residual=g_residual, gv0=gv0, sums_scale=by_scale, sums_shift=by_shift,
+            go=go, y=y, y_again=y, residual=residual, gv=gv, scale=scale, shift=shift, v0=v0, linear=linear, rate=rate,
+            weights=weights, masks=bits, gy=gy, g_residual=g_residual, gv0=gv0, sums_scale=by_scale, sums_shift=by_shift,
             sums_linear=by_linear, sums_weights=by_weight, scratch=scratch,
         )  # fmt: skip
         self.steps(*at)

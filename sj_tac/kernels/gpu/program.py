@@ -35,16 +35,18 @@ FILES: dict[str, tuple[str, ...]] = {
 # Spikes are to be the host's, which rounds after every operation.
 OPTIONS = ("--std=c++17", "--fmad=false")
 SHARED = 48 * 1024
+# Threads of the backward that a multiprocessor holds at once, at least: 128 registers for each.
+RESIDENT = 512
 IO = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # struct Call of numbers.cuh, and struct Tensors of backward.cu.
 CALL = np.dtype(
-    [(name, np.float32) for name in ("tau", "decay", "gain", "rest", "threshold", "alpha")]
-    + [(name, np.int32) for name in ("groups", "steps", "detach", "width", "channels", "pixels")]
+    [(name, np.float32) for name in ("tau", "decay", "gain", "rest", "threshold", "alpha", "threshold_again")]
+    + [(name, np.int32) for name in ("groups", "steps", "width", "channels", "pixels")]
     + [(name, np.int64) for name in ("frame", "emitted")],
     align=True,
 )
 TENSORS = (
-    "go", "y", "residual", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
+    "go", "y", "y_again", "residual", "gv", "scale", "shift", "v0", "linear", "rate", "weights", "masks",
     "gy", "g_residual", "gv0", "sums_scale", "sums_shift", "sums_linear", "sums_weights", "scratch",
 )  # fmt: skip
 
@@ -201,6 +203,11 @@ def tally(block: int, sums: int, blocks: int, device: torch.device) -> tuple[Ten
     return torch.empty(blocks * sums * block, dtype=torch.float32, device=device), block * 4
 
 
-def segment(neurons: int) -> int:
-    """Steps of a thread's neurons whose voltages the backward keeps in registers: 32 numbers leave room for others."""
-    return min(16, max(4, 32 // neurons))
+def segment(neurons: int, k: int, groups: int) -> int:
+    """Drives of a segment, of whose steps the backward keeps a thread's voltages in registers: 64 numbers, or one drive's.
+
+    As few segments as that allows, all alike where a number of drives not much smaller divides them all.
+    """
+    most = min(groups, 8, max(1, 64 // neurons // k))  # more drives have too many addresses
+    alike = next((n for n in range(most, most // 2, -1) if groups % n == 0), 0)
+    return alike or -(-groups // -(-groups // most))

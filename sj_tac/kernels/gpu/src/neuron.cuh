@@ -2,6 +2,7 @@
 // and the state stays in registers:
 //   MODE          how a step charges, in the host's order of operations (host.charge_mode): 0 LIF with decay_input, 1 LIF,
 //                 2 PLIF with decay_input, 3 PLIF (both: tau is a factor), 4 IF, 5 a merged step with its own beta and gamma
+//   REST0         the resting voltage is 0
 //   HARD          hard reset to the resting voltage, else soft: minus the threshold
 //   AFFINE        a scale and shift for every channel comes before the steps
 //   RESIDUAL      a frame is added to the drive at every step
@@ -12,6 +13,11 @@
 //   K             steps on a drive; the last drive may have fewer
 //   GROUP         steps that are summed into one frame of the output; 0 for frames
 //   SURROGATE     as the host numbers them: Sigmoid, ATan, PiecewiseQuadratic, PiecewiseExp, SoftSign, SuperSpike, Erf
+#define RESTING(call) (REST0 ? 0.0f : (call).rest)
+
+// Steps of a sum; and whether sums begin and end at the same steps on every drive, which is known without counting then.
+#define EACH (GROUP ? GROUP : 1)
+#define STEADY (K % EACH == 0 && (WHOLE || EACH == 1))
 
 // h, from the drive and the voltage before.
 __device__ __forceinline__ float charged(float x, float v, float tau, float rest, float decay, float gain) {
@@ -40,28 +46,35 @@ __device__ __forceinline__ float after(float h, float threshold, float rest) {
 }
 
 #ifdef SURROGATE
-// d spike / d h at h - threshold.
-__device__ __forceinline__ float derivative(float h, float threshold, float alpha) {
+// d spike / d h at h - threshold, without the factor that is the same for all: STEEPNESS. Every divisor is at least 1.
+#if SURROGATE == 1 || SURROGATE == 3 || SURROGATE == 4
+#define STEEPNESS(alpha) ((alpha) * 0.5f)
+#elif SURROGATE == 6
+#define STEEPNESS(alpha) ((alpha) * 0.5641895835477563f)
+#else
+#define STEEPNESS(alpha) (alpha)
+#endif
+__device__ __forceinline__ float shape(float h, float threshold, float alpha) {
     float x = h - threshold;
 #if SURROGATE == 0
-    float s = QUOTIENT(1.0f, 1.0f + expf(-alpha * x));
-    return (1.0f - s) * s * alpha;
+    float s = RECIPROCAL(1.0f + expf(-alpha * x));
+    return (1.0f - s) * s;
 #elif SURROGATE == 1
     float z = x * (alpha * 1.5707963267948966f);
-    return QUOTIENT(alpha * 0.5f, 1.0f + z * z);
+    return RECIPROCAL(fmaf(z, z, 1.0f));
 #elif SURROGATE == 2
-    return fmaxf(alpha - alpha * alpha * fabsf(x), 0.0f);
+    return fmaxf(fmaf(-alpha, fabsf(x), 1.0f), 0.0f);
 #elif SURROGATE == 3
-    return alpha * 0.5f * expf(-alpha * fabsf(x));
+    return expf(-alpha * fabsf(x));
 #elif SURROGATE == 4
-    float z = 1.0f + alpha * fabsf(x);
-    return QUOTIENT(alpha * 0.5f, z * z);
+    float z = fmaf(alpha, fabsf(x), 1.0f);
+    return RECIPROCAL(z * z);
 #elif SURROGATE == 5
     float z = 1.0f + fabsf(x);
-    return QUOTIENT(alpha, z * z);
+    return RECIPROCAL(z * z);
 #else
     float z = alpha * x;
-    return alpha * 0.5641895835477563f * expf(-z * z);
+    return expf(-z * z);
 #endif
 }
 #endif
@@ -101,23 +114,32 @@ __device__ __forceinline__ Place locate(position slot, const Call& call) {
     return place;
 }
 
+// The backward gets its tensors in a struct, where nothing else says that they are not written. What is read again is not
+// kept in registers until then.
+#ifdef SURROGATE
+#define READ_PACK(pack) (again ? *(pack) : fetch(pack))
+#else
+#define READ_PACK(pack) (*(pack))
+#endif
+
 // A thread's neurons of one frame, in vectors.
-template <typename number>
+template <bool again = false, typename number>
 __device__ __forceinline__ void load(const number* frame, position first, const Call& call, float* x) {
 #if WINDOWS && !LAST
 #pragma unroll
     for (int row = 0; row < 2; row++) {
-        const Pack<number, 2 * WIDTH_V> pack = *(const Pack<number, 2 * WIDTH_V>*)(frame + first + row * (position)call.width);
+        const auto pack = READ_PACK((const Pack<number, 2 * WIDTH_V>*)(frame + first + row * (position)call.width));
+        float side[2 * WIDTH_V];
+        to_floats(pack, side);
 #pragma unroll
-        for (int j = 0; j < 2 * WIDTH_V; j++) x[(2 * row + j % 2) * WIDTH_V + j / 2] = to_float(pack.x[j]);
+        for (int j = 0; j < 2 * WIDTH_V; j++) x[(2 * row + j % 2) * WIDTH_V + j / 2] = side[j];
     }
 #else
 #pragma unroll
     for (int corner = 0; corner < CORNERS; corner++) {
         position at = first + (corner % 2 + corner / 2 * (position)call.width) * call.channels;
-        const Pack<number, WIDTH_V> pack = *(const Pack<number, WIDTH_V>*)(frame + at);
-#pragma unroll
-        for (int j = 0; j < WIDTH_V; j++) x[corner * WIDTH_V + j] = to_float(pack.x[j]);
+        const auto pack = READ_PACK((const Pack<number, WIDTH_V>*)(frame + at));
+        to_floats(pack, x + corner * WIDTH_V);
     }
 #endif
 }

@@ -3,12 +3,6 @@
 //
 // Macros beside those of neuron.cuh:
 //   MASKS         spikes leave as bits
-//   REST0         the resting voltage is 0; not so in the backward, which gains little by it and spills more
-#define RESTING(call) (REST0 ? 0.0f : (call).rest)
-
-// Steps of a sum; and whether sums begin and end at the same steps on every drive, which is known without counting then.
-#define EACH (GROUP ? GROUP : 1)
-#define STEADY (K % EACH == 0 && (WHOLE || EACH == 1))
 
 // Whether a neuron of the slot fired, or how many did.
 #if MEAN
