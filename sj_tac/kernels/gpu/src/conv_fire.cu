@@ -1,7 +1,13 @@
 // Convolution and fire, forward, in one kernel: a thread convolves the drives of its slots in several channels, from frames of a
 // few channels, and runs all steps on them. The drives, of a net's first layer its largest tensor, never reach memory.
 
-extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) conv_fire_forward(
+#if RESIDENT
+#define BOUNDS __launch_bounds__(BLOCK, RESIDENT)
+#else
+#define BOUNDS __launch_bounds__(BLOCK)
+#endif
+
+extern "C" __global__ void BOUNDS conv_fire_forward(
     const io* __restrict__ frames, const io* __restrict__ filters, const io* __restrict__ bias, const float* __restrict__ scale,
     const float* __restrict__ shift, const float* __restrict__ v0, const float* __restrict__ rate, const float* __restrict__ weights,
     void* __restrict__ output, float* __restrict__ v_out, Call call, int height, int width) {
