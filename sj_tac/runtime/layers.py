@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.host import dispatch, layer
 from sj_tac.kernels import backends, norm_map, reference
+from sj_tac.kernels.layout import laid
 from sj_tac.kernels.weighted_norm import weighted_batch_norm
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.runtime import compiled
@@ -164,8 +165,19 @@ class NormModule(_LearningNorm):
         var.data.add_((var.data - (1 - share) * before) * more)
         return y
 
+    def _run_alone(self, x: Tensor) -> Tensor:
+        """``_run`` of one map in channels_last. A view gives its batch any stride; then torch's gradients are wrong, as they
+        are of a gradient that lies otherwise than the map (``kernels.layout.laid_like``).
+        """
+        y = self._run(x.contiguous())
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient.contiguous())  # type: ignore[no-untyped-call]
+        return laid(y, True) if x.dim() == 5 else y
+
     def _run(self, x: Tensor) -> Tensor:
         """The source's own norm on [any, N, C, ...]."""
+        if torch.is_grad_enabled() and not dispatch.is_compiling() and x.shape[:2] == (1, 1) and not x.is_contiguous():
+            return self._run_alone(x)
         if not self._folds:
             return super().forward(x)
         return super().forward(x.flatten(0, 1)).reshape(x.shape)

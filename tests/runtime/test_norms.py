@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional
+from spikingjelly.activation_based import functional, layer, neuron
 from support import awake, conv, frames, node, norm
 from torch import nn
 
@@ -229,3 +229,27 @@ def test_threads_that_share_a_norm_get_its_map():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("k", [2, 4])
+def test_one_map_in_channels_last_has_the_gradients_of_a_contiguous_one(k, training, fuse):
+    """torch alone is wrong there: of one sample, whose batch has the stride that a view gives it."""
+    torch.manual_seed(0)
+    source = nn.Sequential(
+        layer.Conv2d(3, 8, 5, 2, 2), layer.BatchNorm2d(8), neuron.LIFNode(v_threshold=0.5), layer.AvgPool2d(3, 1, 1),
+        layer.Conv2d(8, 24, 1), layer.BatchNorm2d(24), neuron.LIFNode(v_threshold=0.2),
+    ).double()  # fmt: skip
+    functional.set_step_mode(source, "m")
+    source.train(training)
+    x, found = torch.rand(4, 1, 3, 12, 9).double(), []
+    for last in (False, True):
+        layout = torch.channels_last if last else torch.contiguous_format
+        fast = sj_tac.convert(source, "preserve", k, fuse=fuse).to(memory_format=layout)
+        y = fast(x.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (4, 1)))
+        assert 0.01 < y.mean() < 0.9
+        (y * torch.linspace(-1, 1, y.numel()).double().view(y.shape)).sum().backward()
+        found.append((y.detach(), *(p.grad for p in fast.parameters())))
+    for ours, expected in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
