@@ -309,13 +309,18 @@ def _as_it_was(target: nn.Module, converted: bool) -> Iterator[None]:
         raise
 
 
+# What convert plans may hang on it: which layers see one frame over and over, for one.
+_FORGOTTEN = ", and give load the example_input that convert was given, if it was given one"
+
+
 def _compare(path: Any, what: str, saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]) -> None:
+    more = _FORGOTTEN if what.endswith("layer") else ""
     for name in saved.keys() & here.keys():
         for key, value in saved[name].items():
             if key in here[name] and not _alike(here[name][key], value):
                 raise CheckpointError(
                     f"{path} does not fit the model: {what} {name!r} has {key}={value!r}, and this model {key}="
-                    f"{here[name][key]!r}; build the model as the net was built"
+                    f"{here[name][key]!r}; build the model as the net was built{more}"
                 )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, safe_open, save_file
-from spikingjelly.activation_based import functional, layer
+from spikingjelly.activation_based import functional, layer, neuron
 from support import conv, csnn, frames, node, norm
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -352,3 +352,26 @@ def test_a_pickled_net_whose_neurons_are_not_registered_here(fuse, monkeypatch):
         ConversionError, match=r"layer '0' .*Leaky, which is not registered in this process.*register_neuron"
     ):
         pickle.loads(held)
+
+
+def test_an_example_that_was_forgotten_is_named(tmp_path):
+    """Without it nobody knows that a net repeats its image, and its first layer is planned otherwise."""
+
+    class Repeating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                layer.Conv2d(1, 4, 3), neuron.LIFNode(v_threshold=0.2), layer.Conv2d(4, 4, 3), neuron.LIFNode()
+            )
+            functional.set_step_mode(self, "m")
+
+        def forward(self, x):
+            return self.layers(x.unsqueeze(0).repeat(6, 1, 1, 1, 1))
+
+    net, x, path = Repeating().eval(), torch.rand(2, 1, 8, 8), tmp_path / "net.safetensors"
+    sj_tac.save(sj_tac.convert(net, k=2, example_input=x), path)
+    sj_tac.load(path, net, example_input=x)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0' has k=1, .*; build the model .*, and give load the example_input"
+    ):
+        sj_tac.load(path, net)
