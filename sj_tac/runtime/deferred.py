@@ -96,7 +96,9 @@ class Deferred:
         self._frames, self._options, self._narrow = frames, options, narrow or weight.dtype
         self._weight = _copy(weight, self._narrow)
         self._bias = None if bias is None else _copy(bias, self._narrow)
-        self.shape, self.dtype, self.device = torch.Size(shape), weight.dtype, weight.device
+        # One kernel hands on what it computes in.
+        self.dtype = weight.dtype if one is None else self._narrow
+        self.shape, self.device = torch.Size(shape), weight.device
         self.one, self._drive = one, drive
         self.made: Tensor | None = None
         self.by: conv_fire.ConvLaunch | None = None
@@ -201,21 +203,31 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
         narrow: the dtype that it is to compute in, where that is not the net's own; ``frames`` may be of it already.
     """
     weight, bias = conv._parameters["weight"], conv._parameters["bias"]
-    options, shape = options_of(conv), None
-    if options is not None and is_plain(conv, frames, weight, bias, narrow):
+    options, shape, cast = options_of(conv), None, _autocast_to(frames)
+    if options is not None and is_plain(conv, frames, weight, bias, cast or narrow, cast is not None):
         shape = output_shape(frames, weight, options)
     if options is None or shape is None:
         return None
     one = None if narrow is not None else _in_one(conv, conv_fire.Convolved(frames, weight, bias), options, shape)
-    if one is None and not _gains_in_parts(weight, shape, narrow or weight.dtype):
+    if one is None and (cast is not None or not _gains_in_parts(weight, shape, narrow or weight.dtype)):
         return None
     most = math.prod(shape) // (SHARE if one is None else SHARE_IN_ONE)
     if one is None:
         _let_parts_stay()
-    kept: Tensor | Expression | None = frames if owned else _kept(x, frames, most)
+    kept: Tensor | Expression | None
+    if cast is not None and cast is not frames.dtype:
+        kept = frames.to(cast) if frames.numel() <= most else None
+    else:
+        kept = frames if owned else _kept(x, frames, most)
     if kept is None or weight.numel() > most:
         return None
-    return Deferred(kept, weight, bias, options, shape, one, narrow, conv._tac)
+    return Deferred(kept, weight, bias, options, shape, one, cast or narrow, conv._tac)
+
+
+def _autocast_to(frames: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast has a convolution compute, on devices whose one kernel reads it; None without autocast."""
+    kind = frames.device.type
+    return torch.get_autocast_dtype(kind) if kind in conv_fire.DEVICES and dispatch.autocasts(kind) else None
 
 
 def may_be_one(conv: Any, frames: Tensor) -> bool:
@@ -284,18 +296,25 @@ def _calls_torchs(conv: Any) -> bool:
     return (type(conv)._conv_forward, F.conv2d) == _OWN and "_conv_forward" not in conv.__dict__
 
 
-def is_plain(conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None) -> bool:
-    """True where the convolution is torch's own on ordinary tensors, and nobody differentiates or watches it."""
+def is_plain(
+    conv: Any, frames: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None, cast: bool = False
+) -> bool:
+    """True where the convolution is torch's own on ordinary tensors, and nobody differentiates or watches it.
+
+    Args:
+        narrow: the dtype that it computes in, where that is not the weights' own.
+        cast: autocast says so, and who asks casts frames and weights himself.
+    """
     return (
         not torch.is_grad_enabled()
         and not dispatch.profiling()
         and type(frames) is Tensor
         and frames.device.type in ("cpu", *conv_fire.DEVICES)
-        and not dispatch.autocasts(frames.device.type)
+        and dispatch.autocasts(frames.device.type) is cast
         and type(weight) in dispatch.PLAIN
         and (bias is None or type(bias) in dispatch.PLAIN)
         and all(t.device == frames.device and t.layout is torch.strided for t in (frames, weight))
-        and frames.dtype in (weight.dtype, narrow)
+        and (frames.dtype in (weight.dtype, narrow) or (cast and {frames.dtype, weight.dtype, narrow} <= conv_fire.READS))
         and (bias is None or (bias.dtype is weight.dtype and bias.device == frames.device))
         and _calls_torchs(conv)
     )

@@ -26,6 +26,8 @@ from sj_tac.kernels.operands import Operands
 # The variable that forbids it, and the devices where it can be had.
 VARIABLE = "SJ_TAC_CONV_FIRE"
 DEVICES = {"cuda"}
+# Dtypes that it reads; under autocast, others of them are cast as torch's convolution casts them.
+READS = set(cuda.IO)
 # Input channels, at most, and the kernels and strides that there are.
 FEW, KERNELS, STRIDES = 4, (3, 5, 7), (1, 2)
 # Threads of a block, of them in one plane, and in one row; output channels of a thread.
