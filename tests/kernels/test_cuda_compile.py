@@ -62,7 +62,7 @@ def programs():
             "AHEAD": last * (half % 3),
         }
         masks = half == 5
-        more = conv | tile | lies | {"BIAS": windows, "MASKS": masks, "REST0": half % 2, "RESIDENT": 8 * last}
+        more = conv | tile | lies | {"BIAS": windows, "MASKS": masks, "REST0": half % 2, "RESIDENT": 1024 * last}
         yield cuda.program("conv_fire_forward", **macros | more | ({"GROUP": 0} if masks else {}))
         yield cuda.program("conv_drives", **macros | more)
     yield cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=128)

@@ -269,7 +269,7 @@ class ConvFire(Fire):
             "C_IN": conv.inputs, "KERNEL": conv.kernel, "STRIDE": conv.stride, "PADDING": conv.padding, "BIAS": conv.biased,
             "FRAMES_LAST": conv.frames_last, "FILTERS_LAST": conv.filters_last, "FITS": self.width % (side * along) == 0,
             "AHEAD": turns if steps and turns <= AHEAD else 0,
-            "RESIDENT": THREADS // block if steps and conv.kernel == 3 and block >= SMALLEST else 0,
+            "RESIDENT": THREADS if steps and conv.kernel == 3 and block >= SMALLEST else 0,
             "TX": tx, "TY": ty, "TZ": tz, "DEEP": deep, "BLOCK": block,
         }  # fmt: skip
         return cuda.program(name, **macros), self.n * -(-wide // tx) * -(-high // ty) * -(-through // tz)

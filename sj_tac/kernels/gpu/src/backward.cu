@@ -8,7 +8,8 @@
 //
 // LANES: of a block's threads, how many lie along the channels (channels_last), or how many planes a block takes (contiguous).
 // SEGMENTS: segments of a call. GROUPS_OF_SEGMENT: drives of one. RESIDENT: threads that a multiprocessor is to hold at once,
-// which bounds their registers. DETACH: detach_reset. LINEAR: beta and gamma are read. POOLED: the spikes went through a pool that windows.cuh describes.
+// which bounds their registers. DETACH: detach_reset. LINEAR: beta and gamma are read. POOLED: the spikes went through a pool
+// that windows.cuh describes.
 // LINEAR_SUMS, WEIGHT_SUMS: gradients to linear and to weights are wanted.
 
 #define SEGMENT (GROUPS_OF_SEGMENT * K)

@@ -18,7 +18,7 @@
 //                                    channels_last: slots along a row, each of WIDTH_V channels
 //   FITS                             no thread's slots reach past the end of a row
 //   AHEAD                            numbers of the next frame that a thread holds while it works on one; 0: none
-//   RESIDENT                         blocks that a multiprocessor is to have room for at once; 0: whatever comes out
+//   RESIDENT                         threads that a multiprocessor is to hold at once, which bounds their registers; 0: any
 
 // Slots of a thread along a row, and its channels.
 #if LAST

@@ -2,7 +2,7 @@
 // few channels, and runs all steps on them. The drives, of a net's first layer its largest tensor, never reach memory.
 
 #if RESIDENT
-#define BOUNDS __launch_bounds__(BLOCK, RESIDENT)
+#define BOUNDS __launch_bounds__(BLOCK, RESIDENT / BLOCK)
 #else
 #define BOUNDS __launch_bounds__(BLOCK)
 #endif
