@@ -378,8 +378,8 @@ class _Finder:
         module = self.modules[reader.module] if reader.module is not None else None
         if reader.kind is Kind.OUTPUT:
             return Refusal(Reason.NO_NEURON, "it reaches the model's output without a neuron")
-        if module is not None and not host.is_multi_step(module):
-            return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} is in step_mode 's'")
+        if module is not None and (how := host.single_steps(module)):
+            return Refusal(Reason.NOT_MULTI_STEP, f"{reader.label} {how}")
         if module is not None and (host.kind(module) in host.NEURONS or host.is_registered_neuron(module)):
             given = self.graph.inputs(reader)
             wrong = Layout.TIME if host.is_batch_first(module) else Layout.BATCH

@@ -118,5 +118,6 @@ from sj_tac.host.types import (
     is_transposed as is_transposed,
     layer as layer,
     neuron as neuron,
+    single_steps as single_steps,
     uses_batch_statistics as uses_batch_statistics,
 )

@@ -172,6 +172,15 @@ def is_multi_step(module: nn.Module) -> bool:
     return (getattr(module, "step_mode", "m") if mode is None else mode) == "m"
 
 
+def single_steps(module: nn.Module) -> str:
+    """How a module takes one step a call, in words; "" where it takes all of them, as far as that can be told."""
+    if not is_multi_step(module):
+        return "is in step_mode 's'"
+    inside = next((type(m).__name__ for m in module.modules() if m is not module and is_neuron(m)), "")
+    loops = inside and isinstance(module, layer.MultiStepContainer)
+    return f"calls its {inside} once a step; put the {inside} there by itself, in step_mode 'm'" if loops else ""
+
+
 def uses_batch_statistics(norm: nn.Module) -> bool:
     """True where a BatchNorm keeps no running statistics and so normalises by the batch's own, in eval mode too."""
     return norm._buffers.get("running_mean") is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spikingjelly.activation_based import functional, layer, neuron
-from support import conv, node, norm
+from support import conv, frames, node, norm
 from torch import nn
 
 import sj_tac
@@ -315,3 +315,17 @@ def test_questions_about_the_shape_are_no_second_reader():
             return self.node(self.norm(y)).view(t, n, -1)
 
     assert len(sj_tac.plan(Asks()).converted) == 1
+
+
+def test_a_container_that_calls_its_neuron_once_a_step_says_what_to_put_there():
+    container = layer.MultiStepContainer(neuron.LIFNode())
+    net = nn.Sequential(
+        layer.SeqToANNContainer(nn.Conv2d(2, 4, 3)), container, layer.SeqToANNContainer(nn.Conv2d(4, 4, 3)), node("lif")
+    )
+    for example in (None, frames(4, 2, 2, 8, 8)):
+        first, second = sj_tac.plan(net.eval(), k=2, example_input=example).verdicts
+        assert first.reason == "NOT_MULTI_STEP"
+        assert "(MultiStepContainer) calls its LIFNode once a step; put the LIFNode there by itself" in first.detail
+        assert second.status == "converted"
+    net[1] = node("lif")
+    assert all(v.status == "converted" for v in sj_tac.plan(net.eval(), k=2).verdicts)
