@@ -153,17 +153,23 @@ def test_residuals_by_the_kernels_themselves(device, last, pool, dtype):
     assert_is_the_reference("cupy", y, node("plif", v_threshold=0.4), 3, options)
 
 
+def large_norm(weight):
+    """A BatchNorm of more channels than a block has threads."""
+    torch.manual_seed(0)
+    made = nn.BatchNorm2d(300, affine=weight).eval()
+    with torch.no_grad():
+        made.running_mean.normal_()
+        made.running_var.uniform_(0.01, 4)
+        for parameter in made.parameters():
+            parameter.normal_()
+    return made
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("launcher", launchers.NAMES)
 def test_the_affine_map_of_a_norm_is_one_launch_and_the_same_to_the_last_bit(device, launcher, weight):
-    torch.manual_seed(0)
-    made = nn.BatchNorm2d(300, affine=weight).eval()
-    made.running_mean.normal_()
-    made.running_var.uniform_(0.01, 4)
-    if weight:
-        made.weight.normal_()
-        made.bias.normal_()
+    made = large_norm(weight)
     expected, known = host.affine(made, host.Affine()), host.Affine()
     for found in (norm_map.affine(made, known, launcher), norm_map.affine(made, known, "auto")):
         assert torch.equal(found[0], expected[0])
@@ -180,10 +186,7 @@ def test_the_affine_map_of_a_norm_is_one_launch_and_the_same_to_the_last_bit(dev
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("launcher", launchers.NAMES)
 def test_the_affine_map_with_gradients_is_one_launch_too(device, launcher, weight):
-    torch.manual_seed(0)
-    made = nn.BatchNorm2d(300, affine=weight).eval()
-    made.running_mean.normal_()
-    made.running_var.uniform_(0.01, 4)
+    made = large_norm(weight)
     slopes, found = (torch.randn(300), torch.randn(300)), []
     for backend in (launcher, "reference"):
         by = norm_map.affine(made, host.Affine(), backend)
