@@ -208,8 +208,10 @@ class _Finder:
 
     def is_once_already(self, node: Node) -> bool:
         """True for what is computed on single images, which are repeated T times further on."""
-        sample, ahead, seen = self.graph.sample, [node], {node.index}
-        if sample is None or sample.steps == 1 or node.repeated or (node.shape or ())[:1] != (sample.batch,):
+        sample, ahead, seen, shape = self.graph.sample, [node], {node.index}, node.shape or ()
+        if sample is None or sample.steps == 1 or node.repeated:
+            return False
+        if (sample.batch,) != shape[:1] and (1, sample.batch) != shape[:2]:  # images, or frames of one step
             return False
         while ahead:
             for reader in self.graph.readers(ahead.pop()):

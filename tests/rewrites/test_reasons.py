@@ -329,3 +329,32 @@ def test_a_container_that_calls_its_neuron_once_a_step_says_what_to_put_there():
         assert second.status == "converted"
     net[1] = node("lif")
     assert all(v.status == "converted" for v in sj_tac.plan(net.eval(), k=2).verdicts)
+
+
+class OneFrame(nn.Module):
+    """A stem on frames of one step [1, N, ...], which are repeated behind it."""
+
+    def __init__(self, repeated):
+        super().__init__()
+        self.stem, self.chain, self.repeated = (
+            nn.Sequential(conv(1, 4), norm(4)),
+            nn.Sequential(node("lif"), conv(4, 4), node("lif")),
+            repeated,
+        )
+
+    def forward(self, x):
+        return self.chain(self.repeated(self.stem(x.unsqueeze(0))))
+
+
+REPEATED = {
+    "repeat": lambda y: y.repeat(6, 1, 1, 1, 1),
+    "expand": lambda y: y.expand(6, -1, -1, -1, -1),
+    "cat": lambda y: torch.cat([y] * 6),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("how", REPEATED)
+def test_a_stem_on_one_frame_runs_once_already(how, batch):
+    plan = sj_tac.plan(OneFrame(REPEATED[how]).eval(), k=2, example_input=torch.rand(batch, 1, 8, 8))
+    assert [(v.layer, v.reason) for v in plan.verdicts] == [("stem.0", "ONCE_ALREADY"), ("chain.1", None)]
