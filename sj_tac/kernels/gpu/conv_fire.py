@@ -101,8 +101,6 @@ def convolution(of: Convolved, options: Sequence[tuple[int, int] | int], shape: 
     if None in lies or not (bias is None or bias.is_contiguous()):
         return None
     last = _is_last(of, options) if any(lies) or inputs == 1 else False
-    if last and kernel == 7 and frames.dtype is torch.float32:
-        return None  # cuDNN was 1 to 3 % faster (docs/gpu.md)
     found = Convolution(inputs, kernel, stride, padding, frames.shape[3], frames.shape[4], bias is not None)
     return None if last is None else found._replace(last=last, frames_last=bool(lies[0]), filters_last=bool(lies[1]))
 
