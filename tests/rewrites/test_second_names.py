@@ -49,7 +49,7 @@ def ran(net, x):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_between_convolution_and_neuron(name):
-    net, x = Between(NAMES[name]).eval(), frames(6, 2, 2, 8, 8)
+    net, x = Between(NAMES[name]), frames(6, 2, 2, 8, 8)  # 0.0.0.0.14 has no gradient in eval mode
     expected = ran(net, x)
     assert 0.01 < expected[0].mean() < 0.5
     found = ran(sj_tac.convert(net, "preserve", 1), x)
