@@ -66,7 +66,8 @@ class Deferred:
     that makes them again. There are no gradients.
 
     Args:
-        narrow: the dtype that it computes and is handed on in, where that is not the output's own.
+        filters: weight and bias.
+        dtypes: what it computes in, and what its output is of; None for the weights' own.
         drive: what the layer knows, where ``one`` is given.
 
     Attributes:
@@ -85,19 +86,19 @@ class Deferred:
     def __init__(
         self,
         frames: Tensor | Expression,
-        weight: Tensor,
-        bias: Tensor | None,
+        filters: tuple[Tensor, Tensor | None],
         options: Options,
         shape: Any,
         one: Any = None,
-        narrow: torch.dtype | None = None,
+        dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
         drive: Any = None,
     ) -> None:
+        weight, bias = filters
+        narrow, dtype = dtypes
         self._frames, self._options, self._narrow = frames, options, narrow or weight.dtype
         self._weight = _copy(weight, self._narrow)
         self._bias = None if bias is None else _copy(bias, self._narrow)
-        # One kernel hands on what it computes in.
-        self.dtype = weight.dtype if one is None else self._narrow
+        self.dtype = weight.dtype if dtype is None else dtype
         self.shape, self.device = torch.Size(shape), weight.device
         self.one, self._drive = one, drive
         self.made: Tensor | None = None
@@ -208,7 +209,8 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
         shape = output_shape(frames, weight, options)
     if options is None or shape is None:
         return None
-    one = None if narrow is not None else _in_one(conv, conv_fire.Convolved(frames, weight, bias), options, shape)
+    computes = cast or narrow or weight.dtype
+    one = _in_one(conv, conv_fire.Convolved(frames, weight, bias), options, shape, computes)
     if one is None and (cast is not None or not _gains_in_parts(weight, shape, narrow or weight.dtype)):
         return None
     most = math.prod(shape) // (SHARE if one is None else SHARE_IN_ONE)
@@ -221,13 +223,16 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
         kept = frames if owned else _kept(x, frames, most)
     if kept is None or weight.numel() > most:
         return None
-    return Deferred(kept, weight, bias, options, shape, one, cast or narrow, conv._tac)
+    return Deferred(kept, (weight, bias), options, shape, one, (computes, cast), conv._tac)
 
 
 def _autocast_to(frames: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast has a convolution compute, on devices whose one kernel reads it; None without autocast."""
+    """The dtype in which autocast has a convolution compute, where one kernel reads it; None without autocast."""
     kind = frames.device.type
-    return torch.get_autocast_dtype(kind) if kind in conv_fire.DEVICES and dispatch.autocasts(kind) else None
+    if not dispatch.autocasts(kind):
+        return None
+    found = torch.get_autocast_dtype(kind)
+    return found if kind in conv_fire.DEVICES or found is torch.bfloat16 else None
 
 
 def may_be_one(conv: Any, frames: Tensor) -> bool:
@@ -243,8 +248,8 @@ def _gains_in_parts(weight: Tensor, shape: Sequence[int], dtype: torch.dtype) ->
     return on_cpu and math.prod(shape) * _WIDTHS[dtype] >= LARGE and memory.mode() == memory.DEFAULT
 
 
-def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequence[int]) -> Any:
-    """What one kernel may convolve and fire; None where it may not."""
+def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """What one kernel may convolve, in this dtype, and fire; None where it may not."""
     if of.frames.shape[2] > conv_fire.FEW or not conv_fire.is_allowed(of.frames.device):
         return None
     drive = conv._tac
@@ -254,7 +259,7 @@ def _in_one(conv: Any, of: conv_fire.Convolved, options: Options, shape: Sequenc
     if of.frames.device.type not in conv_fire.DEVICES:
         from sj_tac.kernels.cpu import conv_launches  # it imports Numba
 
-        one = conv_launches.convolution(*of, options, shape)
+        one = conv_launches.convolution(*of, options, shape, dtype)
         return None if one == drive.declined else one
     return conv_fire.convolution(of, options, shape)
 

@@ -81,8 +81,16 @@ def drives_of(frames, weight, bias, stride, padding):
 
 
 def drives_in_rows(frames, weight, bias, stride, padding, by_columns=False):
-    """The drives [G, N, C, H, W] of frames [G, N, C_in, H, W], to the last bit what the CPU's kernel promises."""
+    """The drives [G, N, C, H, W] of frames [G, N, C_in, H, W], to the last bit what the CPU's kernel promises.
+
+    Of bfloat16 the second of two channels is added before the first; products are exact in float32.
+    """
     (down, along), (above, before) = stride, padding
+    dtype, inputs = frames.dtype, frames.shape[2]
+    if dtype is torch.bfloat16:
+        order = [at ^ 1 if at ^ 1 < inputs else at for at in range(inputs)]
+        frames, weight = frames[:, :, order].float(), weight[:, order].float()
+        bias = None if bias is None else bias.float()
     x = F.pad(frames.flatten(0, 1), [before, before, above, above]).movedim(1, -1).contiguous()
     maps, height, width, inputs = x.shape
     outputs, _, tall, broad = weight.shape
@@ -91,7 +99,7 @@ def drives_in_rows(frames, weight, bias, stride, padding, by_columns=False):
     plain().convolve_rows(*(ctypes.c_void_p(t.data_ptr()) for t in (x, weight.contiguous(), y)), numbers)
     if bias is not None:
         y += bias.view(-1, 1, 1)
-    return y.view(*frames.shape[:2], *y.shape[1:])
+    return y.to(dtype).view(*frames.shape[:2], *y.shape[1:])
 
 
 def launch_of(call, of, stride, padding, launcher="cupy"):

@@ -1,7 +1,7 @@
 """Convolution and ``fire`` in one kernel on the CPU: to the last bit its promised order of additions.
 
 The drives are compared with plain C (conv_cases.py) and with torch's own convolution; spikes, sums and voltages with the
-reference kernel's on those drives.
+reference kernel's on those drives. In bfloat16: test_conv_launches_bfloat16.py.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def launch_of(call, of, stride, padding):
         patch.setattr(conv_launches, "_is_torchs", lambda conv, *_: conv.last is wanted)
         patch.setattr(conv_launches, "LARGE", 0)
         patch.setattr(conv_launches, "FULL", 0)
-        one = conv_launches.convolution(*of, (stride, padding, (1, 1), 1), call.y.shape)
+        one = conv_launches.convolution(*of, (stride, padding, (1, 1), 1), call.y.shape, call.y.dtype)
     assert one is not None
     return conv_launches.ConvLaunch(kernels.operands(call, None), one)
 
@@ -89,10 +89,8 @@ space = st.fixed_dictionaries(
 )
 
 
-@compiled
-@settings(max_examples=150, deadline=None)
-@given(space)
-def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
+def holds(case, dtype):
+    """What is promised of one case of ``space``, in this dtype."""
     torch.manual_seed(case["seed"])
     lies = last if case["last"] else torch.Tensor.contiguous
     if not case["last"]:
@@ -109,7 +107,9 @@ def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
     of = convolved(case["inputs"], channels, kernel, shape, case["bias"], case["density"] or 1.0, lies)
     if not case["density"]:
         of[0].zero_()
+    of = [None if some is None else some.to(dtype) for some in of]
     y = drives_in_rows(*of, stride, padding, case["last"] and case["inputs"] == 1)
+    assert y.dtype is dtype
     spiking = node(case["neuron"][0], case["neuron"][1], case["neuron"][2], 1.7, v_threshold=0.4)
     call = kernels.Call(
         lies(y), spiking, lengths, None if case["at_rest"] else lies(torch.randn(y.shape[1:]) * 0.2), None,
@@ -117,6 +117,13 @@ def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
         pool, torch.rand(case["steps"]) if case["group"] else None, case["group"] or 1,
     )  # fmt: skip
     agree(call, of, stride, padding)
+
+
+@compiled
+@settings(max_examples=150, deadline=None)
+@given(space)
+def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
+    holds(case, torch.float32)
 
 
 SHAPES = [

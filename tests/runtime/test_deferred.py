@@ -279,7 +279,7 @@ def test_the_size_of_a_part(shape, groups, wanted, monkeypatch):
     for name, value in {"PART": 8 << 20, "FEWEST": 64, "FEWEST_OF_FEW": 32}.items():
         monkeypatch.setattr(deferred, name, value)
     options = deferred.Options((1, 1), (1, 1), (1, 1), groups)
-    made = deferred.Deferred(torch.empty(0), torch.empty(128, 128, 3, 3), None, options, shape)
+    made = deferred.Deferred(torch.empty(0), (torch.empty(128, 128, 3, 3), None), options, shape)
     assert made.size_of_part() == wanted
 
 

@@ -37,7 +37,8 @@ class Inputs(NamedTuple):
 
 
 class Convolved(NamedTuple):
-    """What drives are made of: channels_last frames of a few channels, and a convolution. All float32.
+    """What drives are made of: channels_last frames of a few channels, and a convolution. All float32; or frames and rows
+    are pairs of bfloat16, each in an int32, which count as one channel.
 
     Attributes:
         frames: [G * N * height * width * inputs], with the convolution's padding around each.
@@ -91,7 +92,7 @@ class ConvolvedInputs(NamedTuple):
 
 
 class Slid(NamedTuple):
-    """What drives of windows are made of: contiguous frames of a few channels, and a convolution. All float32.
+    """What drives of windows are made of: contiguous frames of a few channels, and a convolution. All as ``Convolved``'s.
 
     Attributes:
         frames: padded; of each row, first the even columns, then the odd ones.

@@ -4,7 +4,7 @@ That convolution's output is the largest tensor of a net. Here it is never writt
 its steps (convolving.py in channels_last, sliding.py in contiguous memory, with a MaxPool of 2 x 2 windows). They are those
 of torch's own convolution to the last bit where that takes its sums in the same order, which depends on the processor, the
 library and the shapes. So each shape is checked once, before the kernel runs: every number of torch's output on random
-frames and weights is compared.
+frames and weights is compared. In bfloat16 it runs where the processor computes in that, by the same instruction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numba import config
 from torch import Tensor
 
-from sj_tac.kernels.cpu import convolving, forward, sources
+from sj_tac.kernels.cpu import convolving, forward, halves, sources
 from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, OddWindows, Outputs, Slid, SlidInputs, Windows
 from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.kernels.cpu.threads import flat, share
@@ -29,6 +29,8 @@ from sj_tac.kernels.pools import NO_POOL
 # Whether torch's convolution was found to be this one, by all that it depends on; how many of these are kept.
 _FOUND: dict[Any, bool] = {}
 KEPT = 256
+# What it computes in, and what it reads then.
+_READ = {torch.float32: (torch.float32,), torch.bfloat16: (torch.float32, torch.bfloat16)}
 # Bytes of torch's output that are compared at most: of some samples where the batch has more.
 COMPARED = 1 << 26
 # Rows and columns of a filter at most.
@@ -44,7 +46,7 @@ class Convolution(NamedTuple):
         inputs, height, width: channels and size of a frame. high, wide: of a window; down, along: its strides; above,
             before: paddings, with zeros, on both sides. strides: of frames, [G * N, C_in, H, W].
         last: whether the output is channels_last, or contiguous. by_columns: whether a window is summed column by column,
-            not row by row.
+            not row by row. narrow: whether it computes in bfloat16.
     """
 
     inputs: int
@@ -60,16 +62,40 @@ class Convolution(NamedTuple):
     strides: tuple[int, ...]
     last: bool = False
     by_columns: bool = False
+    narrow: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, and its drives are of."""
+        return torch.bfloat16 if self.narrow else torch.float32
+
+    def as_read(self, x: Tensor) -> Tensor:
+        """The numbers that are multiplied of frames [G, N, C_in, H, W] or filters [C, C_in, high, wide], as the kernel has them.
+
+        Pairs of channels count as one, with zeros where there is no second.
+        """
+        if not self.narrow:
+            return x
+        at = x.dim() - 3
+        pairs = x.new_zeros([*x.shape[:at], *x.shape[at + 1 :], self.inputs + self.inputs % 2], dtype=torch.bfloat16)
+        pairs[..., : self.inputs] = x.movedim(at, -1)
+        return pairs.view(torch.int32).movedim(-1, at)
 
 
 def convolution(
-    frames: Tensor, filters: Tensor, bias: Tensor | None, options: Sequence[Any], shape: Sequence[int]
+    frames: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    options: Sequence[Any],
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
 ) -> Convolution | None:
     """The kernel's convolution for these tensors, of which torch's own gives the same drives; None where it has none.
 
     Args:
         frames: [G, N, C_in, H, W]; filters: [C, C_in, high, wide]; options: stride, padding, dilation and groups, as
-            torch.conv2d takes them; shape: of the output, [G, N, C, H, W].
+            torch.conv2d takes them; shape: of the output, [G, N, C, H, W]; dtype: what it computes in: float32, or bfloat16,
+            to which numbers are rounded.
     """
     (down, along), (above, before), dilation, groups = options
     outputs, inputs, high, wide = filters.shape
@@ -77,22 +103,26 @@ def convolution(
     plain = dilation == (1, 1) and groups == 1
     if config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None
-    if not (fits and plain and all(x is None or x.dtype is torch.float32 for x in (frames, filters, bias))):
+    narrow = dtype is torch.bfloat16
+    read = _READ.get(dtype, ()) if not narrow or halves.can_multiply_pairs() else ()
+    if not (fits and plain and all(x is None or x.dtype in read for x in (frames, filters, bias))):
         return None
     if not frames.numel() or shape[3] * shape[4] == 1:
         return None
+    orders = [*_orders(frames, filters, options, shape)] if all(map(_has_no_gaps, (frames, filters))) else []
     # The padding's zeros are multiplied as well, which adds nothing but where a weight is infinite or no number.
-    if not np.isfinite(filters.detach().numpy()).all():
-        return None
-    if not all(x.is_contiguous() or x.movedim(-3, -1).is_contiguous() for x in (frames, filters)):
+    if not orders or not (filters.to(dtype).isfinite().all() if narrow else np.isfinite(filters.detach().numpy()).all()):
         return None
     height, width = frames.shape[3:]
     strides = frames.flatten(0, 1).stride()  # of a single sample, too: torch's choice of a format hangs on it
     found = Convolution(inputs, height, width, high, wide, down, along, above, before, bias is not None, strides)
-    some = (
-        found._replace(last=last, by_columns=by_columns) for last, by_columns in _orders(frames, filters, options, shape)
-    )
+    some = (found._replace(last=last, by_columns=by_columns, narrow=narrow) for last, by_columns in orders)
     return next((one for one in some if _is_torchs(one, filters, options, shape)), None)
+
+
+def _has_no_gaps(x: Tensor) -> bool:
+    """Whether it is contiguous or channels_last."""
+    return x.is_contiguous() or x.movedim(-3, -1).is_contiguous()
 
 
 def _orders(frames: Tensor, filters: Tensor, options: Sequence[Any], shape: Sequence[int]) -> Iterator[tuple[bool, bool]]:
@@ -127,18 +157,40 @@ def _is_torchs(conv: Convolution, filters: Tensor, options: Sequence[Any], shape
     if found is None:
         if len(_FOUND) >= KEPT:
             _FOUND.clear()
-        found = _FOUND[key] = _differing(conv, samples, filters, options) == 0
+        draws = (_like_normal, _cancelling) if conv.narrow else (_like_normal,)
+        found = _FOUND[key] = all(_differing(conv, samples, filters, options, draw) == 0 for draw in draws)
     return found
 
 
-def _differing(conv: Convolution, samples: int, filters: Tensor, options: Sequence[Any]) -> int:
-    """How many drives of this many random frames are others than torch's; filters as these lie in memory."""
+def _like_normal(frames: Tensor, filters: Tensor, random: torch.Generator) -> None:
+    """Draw the numbers that convolutions are compared on."""
+    frames.normal_(generator=random)
+    filters.normal_(generator=random)
+
+
+def _cancelling(frames: Tensor, filters: Tensor, random: torch.Generator) -> None:
+    """Draw numbers whose order of additions shows in a sum that is rounded to bfloat16, as it hardly ever does in others'.
+
+    Frames are of ones. Filters are numbers from 2^-20 to 2^20 and their opposites, anywhere: what is left of a sum was rounded
+    on the way.
+    """
+    frames.fill_(1.0)
+    flat = torch.rand(filters.shape, generator=random, device="cpu").flatten(1).mul(40).sub(20).exp2().bfloat16().float()
+    half = flat.shape[1] // 2
+    flat[:, half : 2 * half] = -flat[:, :half]
+    places = torch.rand(flat.shape, generator=random, device="cpu").argsort(1)
+    filters.copy_(flat.gather(1, places).view(filters.shape))
+
+
+def _differing(conv: Convolution, samples: int, filters: Tensor, options: Sequence[Any], draw: Callable[..., None]) -> int:
+    """How many drives of this many frames are others than torch's; filters as these lie in memory, numbers by ``draw``."""
     random = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         sizes = samples, conv.inputs, conv.height, conv.width
-        x = torch.empty_strided(sizes, conv.strides).normal_(generator=random)
-        w = torch.empty_strided(filters.shape, filters.stride()).normal_(generator=random)
+        x, w = torch.empty_strided(sizes, conv.strides), torch.empty_strided(filters.shape, filters.stride())
+        draw(x, w, random)
         bias = torch.empty(len(w), device="cpu").normal_(generator=random) if conv.biased else None
+        x, w, bias = x.to(conv.dtype), w.to(conv.dtype), None if bias is None else bias.to(conv.dtype)
         y = torch.conv2d(x, w, bias, *options)
     if not y.is_contiguous(memory_format=torch.channels_last if conv.last else torch.contiguous_format):
         return y.numel()
@@ -167,7 +219,8 @@ def source_of(
 ) -> Convolved | Slid:
     """What the kernel reads; ``map_``: size of the output."""
     map_ = [size + size % 2 for size in map_]  # windows of 2 x 2 at the edge of an odd map are whole
-    return (_convolved if conv.last else _slid)(conv, frames, filters.detach(), bias, map_)
+    more = None if bias is None else bias.detach().to(conv.dtype).float()
+    return (_convolved if conv.last else _slid)(conv, conv.as_read(frames), conv.as_read(filters.detach()), more, map_)
 
 
 def _slid(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]) -> Slid:
@@ -177,13 +230,13 @@ def _slid(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | Non
     high = max(height + conv.above, rows - 1 + conv.high)
     half = (max(width + conv.before, columns - 1 + conv.wide) + 1) // 2
     # Registers without slots read a whole one, too.
-    room = torch.zeros(groups * batch * inputs * high * 2 * half + convolving.LANES, device="cpu")
+    room = frames.new_zeros(groups * batch * inputs * high * 2 * half + convolving.LANES)
     put = room[: -convolving.LANES].view(groups, batch, inputs, high, 2, half)
     for odd in (0, 1):
         first = (odd - conv.before) % 2
         some, begin = frames[..., first::2], (first + conv.before) // 2
         put[:, :, :, conv.above : conv.above + height, odd, begin : begin + some.shape[-1]] = some
-    more = np.empty(0, np.float32) if bias is None else bias.detach().contiguous().numpy()
+    more = np.empty(0, np.float32) if bias is None else bias.contiguous().numpy()
     of_input = high * 2 * half
     return Slid(
         room.numpy(), filters.permute(0, 2, 3, 1).contiguous().numpy().reshape(-1), more, conv.high, conv.wide, inputs,
@@ -193,23 +246,23 @@ def _slid(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | Non
 
 def _convolved(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]) -> Convolved:
     """``source_of``, channels_last."""
-    rows, columns = map_
+    (rows, columns), inputs = map_, frames.shape[2]
     high = max(conv.height + conv.above, (rows - 1) * conv.down + conv.high)
     wide = max(conv.width + conv.before, (columns - 1) * conv.along + conv.wide)
     inside = frames.movedim(2, -1)
     if (high, wide) != (conv.height, conv.width):
-        room = torch.zeros(*frames.shape[:2], high, wide, conv.inputs, device="cpu")
+        room = frames.new_zeros(*frames.shape[:2], high, wide, inputs)
         room[:, :, conv.above : conv.above + conv.height, conv.before : conv.before + conv.width] = inside
         inside = room
-    rows_of = torch.zeros(filters.numel() + convolving.LANES, device="cpu")
-    lines, line, taps, tap = conv.high, wide * conv.inputs, conv.wide * conv.inputs, 1
+    rows_of = filters.new_zeros(filters.numel() + convolving.LANES)
+    lines, line, taps, tap = conv.high, wide * inputs, conv.wide * inputs, 1
     order = 2, 3, 1, 0
     if conv.by_columns:
         lines, line, taps, tap, order = conv.wide, 1, conv.high, wide, (3, 2, 1, 0)
     ordered = filters.permute(order)
     rows_of[: -convolving.LANES].view(ordered.shape).copy_(ordered)
     return Convolved(
-        inside.contiguous().numpy().reshape(-1), rows_of.numpy(), _with_room(bias), conv.inputs, high, wide,
+        inside.contiguous().numpy().reshape(-1), rows_of.numpy(), _with_room(bias), inputs, high, wide,
         lines, line, taps, tap, conv.down, conv.along,
     )  # fmt: skip
 
@@ -218,7 +271,7 @@ def _with_room(x: Tensor | None) -> Any:
     """Numbers of channels, and behind them as many as a register may read."""
     if x is None:
         return np.empty(0, np.float32)
-    return np.concatenate([x.detach().numpy(), np.zeros(convolving.LANES)], dtype=np.float32)
+    return np.concatenate([x.detach().float().numpy(), np.zeros(convolving.LANES)], dtype=np.float32)
 
 
 class ConvLaunch(Launch):
@@ -231,11 +284,11 @@ class ConvLaunch(Launch):
         """``o.y`` only says what the drives are like. Raises ValueError as ``Launch``, and for a residual."""
         super().__init__(o, dtype)
         fits = self.last is conv.last and (self.last or o.pool != NO_POOL)
-        if not fits or o.residual is not None or o.y.dtype is not torch.float32:
+        if not fits or o.residual is not None or o.y.dtype is not conv.dtype:
             raise ValueError(
                 f"convolution and fire in one kernel got drives {list(o.y.shape)} of {o.y.dtype}, channels_last: "
                 f"{self.last}, a residual: {o.residual is not None}, a pool: {o.pool != NO_POOL}; it takes "
-                f"float32, channels_last: {conv.last}, no residual, and in contiguous memory a MaxPool of 2 x 2 windows"
+                f"{conv.dtype}, channels_last: {conv.last}, no residual, and in contiguous memory a MaxPool of 2 x 2 windows"
             )
         self.conv, self.map = conv, o.y.shape[3:]
         self.read = *o.y.shape[:2], conv.inputs, conv.height, conv.width
@@ -255,16 +308,16 @@ class ConvLaunch(Launch):
         assert residual is None
         assert (frames.shape, filters.shape, bias is not None) == (self.read, self.filters, self.conv.biased)
         assert bias is None or bias.shape == self.filters[:1]
-        assert all(x is None or x.dtype is torch.float32 for x in y)
+        assert self.conv.narrow or all(x is None or x.dtype is torch.float32 for x in y)
         source = source_of(self.conv, frames, filters, bias, self.map)
         scales, shifts = (_with_room(x) for x in affine)
-        voltages = self.no_frames if v0 is None else flat(v0, self.last, frames)
+        voltages = self.none if v0 is None else flat(v0, self.last, frames)
         assert scales.size == shifts.size == (self.affine and self.affine + convolving.LANES)
         assert voltages.size in (0, self.frame)
         out, v = torch.empty(self.out, dtype=self.dtype, device="cpu"), torch.empty(self.v, device="cpu")
         put_out = (out.view(torch.int16) if self.dtype is torch.bfloat16 else out).numpy().reshape(-1)
         inputs: Any = ConvolvedInputs if isinstance(source, Convolved) else SlidInputs
-        read = inputs(*source, self.no_frames, scales, shifts, voltages, *self.rest)
+        read = inputs(*source, self.none, scales, shifts, voltages, *self.rest)
         written = Outputs(put_out, v.numpy().reshape(-1))
         share(forward.forward, self.units, self.work, read, self.neuron, self.layout, written)
         RUNS["conv_fire", "numba"] += 1

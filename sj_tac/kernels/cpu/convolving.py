@@ -3,7 +3,7 @@
 It is the sum that oneDNN's convolution takes, in the same order (rows, columns, channels of a window; of one channel,
 columns and rows) and with the same fused multiplications, so that drives are the same to the last bit; conv_launches.py
 checks whether they are. Four pixels are made at once, so that each weight is read once for all of them, and their sums
-stay in registers.
+stay in registers. Pairs of bfloat16 (halves.py) count as one channel; drives of them are rounded behind the bias.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from sj_tac.kernels.cpu.halves import adding_products, nearest
 from sj_tac.kernels.cpu.steps import lean
 from sj_tac.kernels.cpu.tiles import TILE, in_windows
 
@@ -45,7 +46,7 @@ def _summing(pixels: int, vectors: int, masked: bool = False) -> Any:
     shift (each of the latter may be empty); and how a window lies in frames and weights: lines, line, taps and tap of
     ``Convolved``, channels, the first channel, and how many are wanted where ``masked``: no others are written.
     """
-    kind = ir.VectorType(ir.FloatType(), LANES)
+    floats = ir.VectorType(ir.FloatType(), LANES)
     indices = ir.VectorType(_INDEX, LANES)
 
     @intrinsic
@@ -61,7 +62,7 @@ def _summing(pixels: int, vectors: int, masked: bool = False) -> Any:
                 kinds, value = of[name]
                 return context.cast(builder, builder.extract_value(value, i), kinds[i], types.int64)
 
-            def vector(data: Any, at: Any) -> Any:
+            def vector(data: Any, at: Any, kind: Any = floats) -> Any:
                 return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
 
             def places(name: str) -> list[Any]:
@@ -76,9 +77,9 @@ def _summing(pixels: int, vectors: int, masked: bool = False) -> Any:
             lines, line, taps, tap, channels, channel, wanted = (number("window", i) for i in range(7))
             parts = [builder.add(channel, _constant(i * LANES)) for i in range(vectors)]
             data, starts = array(*of["frames"]).data, places("taken")
-            declared = ir.FunctionType(kind, [kind] * 3), f"llvm.fma.v{LANES}f32"
-            fma = cgutils.get_or_insert_function(builder.module, *declared)  # type: ignore[no-untyped-call]
-            zeros = ir.Constant(kind, [0.0] * LANES)
+            of_pairs = of["frames"][0].dtype == types.int32
+            kind, add = indices if of_pairs else floats, adding_products(builder, of_pairs, LANES)
+            zeros = ir.Constant(floats, [0.0] * LANES)
             sums = [[cgutils.alloca_once_value(builder, zeros) for _ in parts] for _ in starts]  # type: ignore[no-untyped-call]
             nothing, first_lane = ir.Constant(kind, ir.Undefined), ir.Constant(indices, [0] * LANES)
             with cgutils.for_range(builder, lines) as outer:
@@ -86,13 +87,13 @@ def _summing(pixels: int, vectors: int, masked: bool = False) -> Any:
                 with cgutils.for_range(builder, taps) as inner:
                     of_input = builder.mul(builder.add(before, inner.index), channels)
                     there = builder.add(begin, builder.mul(inner.index, tap))
-                    read = [builder.load(vector(rows.data, builder.add(of_input, part)), align=4) for part in parts]
+                    read = [builder.load(vector(rows.data, builder.add(of_input, part), kind), align=4) for part in parts]
                     for start, held in zip(starts, sums, strict=True):
                         at = builder.add(start, there)
                         one = builder.insert_element(nothing, builder.load(builder.gep(data, [at])), ir.Constant(_INDEX, 0))
                         x = builder.shuffle_vector(one, nothing, first_lane)
                         for w, total in zip(read, held, strict=True):
-                            builder.store(builder.call(fma, [x, w, builder.load(total)]), total)
+                            builder.store(add(x, w, builder.load(total)), total)
 
             def is_given(some: Any) -> Any:
                 return builder.icmp_unsigned("!=", some.nitems, _constant(0))
@@ -102,6 +103,10 @@ def _summing(pixels: int, vectors: int, masked: bool = False) -> Any:
                     more = builder.load(vector(bias.data, part), align=4)
                     for held in sums:
                         builder.store(builder.fadd(builder.load(held[i]), more), held[i])
+            if of_pairs:
+                for held in sums:
+                    for total in held:
+                        builder.store(nearest(builder, builder.load(total)), total)
             with builder.if_then(is_given(scale)):
                 for i, part in enumerate(parts):
                     factor, more = (builder.load(vector(some.data, part), align=4) for some in (scale, shift))

@@ -2,17 +2,23 @@
 
 A bfloat16 is the upper half of a float32. Rounding is to the nearest, ties to even, as torch's: by integers, because the
 processors' own instruction makes zeros of the smallest numbers.
+
+A convolution in bfloat16 takes two input channels at a time, as processors that compute in it do: both numbers in an int32.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+# The names by which LLVM knows that a processor computes so, in registers of 16 numbers.
+_NEEDS = "avx512f", "avx512bf16"
 # Half of what is cut off, and the bits of "not a number".
 _HALF, _NAN = 0x7FFF, 0x7FC0
 
@@ -42,15 +48,56 @@ def _of_bits(_typing, bits):
     return types.float32(bits), codegen
 
 
+def upper_half(builder: Any, value: Any) -> Any:
+    """The bits of the bfloat16 nearest to a float32, or to each in a register of them, as integers of 32 bits."""
+    lanes = getattr(value.type, "count", 0)
+    kind: Any = ir.VectorType(ir.IntType(32), lanes) if lanes else ir.IntType(32)
+
+    def constant(number: int) -> Any:
+        return ir.Constant(kind, [number] * lanes if lanes else number)
+
+    bits = builder.bitcast(value, kind)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, odd), constant(_HALF)), constant(16))
+    return builder.select(builder.fcmp_unordered("uno", value, value), constant(_NAN), rounded)
+
+
+def nearest(builder: Any, value: Any) -> Any:
+    """The bfloat16 nearest to a register of float32, each as the float32 that it is."""
+    bits = upper_half(builder, value)
+    return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, [16] * bits.type.count)), value.type)
+
+
+@cache
+def can_multiply_pairs() -> bool:
+    """Whether this processor multiplies pairs of bfloat16."""
+    try:
+        return all(binding.get_host_cpu_features().get(name, False) for name in _NEEDS)
+    except RuntimeError:  # not known of this kind of processor
+        return False
+
+
+def adding_products(builder: Any, of_pairs: bool, lanes: int) -> Any:
+    """What emits ``total + x * w`` for registers of float32; ``of_pairs``: x and w hold two bfloat16 in each int32.
+
+    Of these the processor adds the second one's product first.
+    """
+    kind: Any = ir.VectorType(ir.FloatType(), lanes)
+    if not of_pairs:
+        declared = ir.FunctionType(kind, [kind] * 3), f"llvm.fma.v{lanes}f32"
+        fma = cgutils.get_or_insert_function(builder.module, *declared)  # type: ignore[no-untyped-call]
+        return lambda x, w, total: builder.call(fma, [x, w, total])
+    pairs: Any = ir.VectorType(ir.IntType(32), lanes)
+    # With the types that LLVM first had for it, which later versions understand.
+    declared = ir.FunctionType(kind, [kind, pairs, pairs]), f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+    instruction = cgutils.get_or_insert_function(builder.module, *declared)  # type: ignore[no-untyped-call]
+    return lambda x, w, total: builder.call(instruction, [total, x, w])
+
+
 @intrinsic
 def _bits_of(_typing, number):
     def codegen(_context, builder, _signature, values):
-        value, kind = values[0], ir.IntType(32)
-        bits = builder.bitcast(value, kind)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(kind, 16)), ir.Constant(kind, 1))
-        rounded = builder.lshr(builder.add(builder.add(bits, odd), ir.Constant(kind, _HALF)), ir.Constant(kind, 16))
-        kept = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(kind, _NAN), rounded)
-        return builder.trunc(kept, ir.IntType(16))
+        return builder.trunc(upper_half(builder, values[0]), ir.IntType(16))
 
     return types.int16(number), codegen
 

@@ -4,6 +4,7 @@ Sums are in the order of rows, columns and channels of a filter, as oneDNN's of 
 corner of ``LANES`` windows. The four corners of several registers' windows are computed at once: what a corner reads for a
 tap, the right one reads for the tap before and the lower one for the tap above, so that each number is read once for all.
 Even and odd columns of a frame lie apart, so that what a register reads lies side by side (conv_launches.py). Strides are 1.
+Pairs of bfloat16 count as one channel, as in convolving.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numba.extending import intrinsic
 from numba.np import arrayobj
 
 from sj_tac.kernels.cpu.convolving import LANES
+from sj_tac.kernels.cpu.halves import adding_products, nearest
 from sj_tac.kernels.cpu.steps import lean
 from sj_tac.kernels.cpu.tiles import TILE
 
@@ -63,12 +65,13 @@ def _add_taps(builder: Any, read: Any, sums: Any, sizes: Any) -> None:
     """All taps' products into the sums of four corners: upper left, upper right, lower left, lower right.
 
     Args:
-        read: gives the numbers of all registers at a row, column and input of what windows read, and the weight of a tap.
+        read: gives the numbers of all registers at a row, column and input of what windows read; the weight of a tap; and
+            what a sum is with a product added.
         sums: where they are, corner by corner, of each register.
         sizes: rows, columns and inputs of the filter.
     """
     high, wide, inputs = sizes
-    numbers, weight, fma = read
+    numbers, weight, added = read
     edges = {"first": (True, False), "middle": (True, True), "last": (False, True)}
 
     def add(row: Any, column: Any, row_at: str, column_at: str) -> None:
@@ -81,7 +84,7 @@ def _add_taps(builder: Any, read: Any, sums: Any, sizes: Any) -> None:
                         w = weight(*tap, at.index)
                         for x, held in zip(xs, sums, strict=True):
                             total = held[2 * lower + right]
-                            builder.store(builder.call(fma, [x, w, builder.load(total)]), total)
+                            builder.store(added(x, w, builder.load(total)), total)
 
     def along(row: Any, row_at: str) -> None:
         add(row, _constant(0), row_at, "first")
@@ -123,8 +126,8 @@ def _windows(_typing, b, put, frames, begin, weights, slots, window):
         def whole(kind_of: Any, value: Any) -> Any:
             return context.cast(builder, value, kind_of, types.int64)
 
-        def vector(data: Any, at: Any) -> Any:
-            return builder.bitcast(builder.gep(data, [at]), _KIND.as_pointer())
+        def vector(data: Any, at: Any, kind: Any = _KIND) -> Any:
+            return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
 
         filters, bias, scale, shift = (array(*item("weights", i)) for i in range(4))
         channel = whole(*item("weights", 4))
@@ -133,6 +136,8 @@ def _windows(_typing, b, put, frames, begin, weights, slots, window):
         wanted = [whole(*item("slots", i)) for i in range(4)]
         starts, offsets, counts, behind = _registers(builder, wanted, whole(*of["begin"]), to_row)
 
+        of_pairs = of["frames"][0].dtype == types.int32
+        kind = _INDICES if of_pairs else _KIND
         zeros = ir.Constant(_KIND, [0.0] * LANES)
         sums = [[cgutils.alloca_once_value(builder, zeros) for _ in range(4)] for _ in starts]  # type: ignore[no-untyped-call]
         before = builder.mul(channel, builder.mul(builder.mul(high, wide), inputs))
@@ -141,15 +146,13 @@ def _windows(_typing, b, put, frames, begin, weights, slots, window):
             half, odd = builder.lshr(column, _constant(1)), builder.and_(column, _constant(1))
             there = builder.add(builder.mul(of_channel, of_input), builder.mul(row, line))
             there = builder.add(there, builder.add(builder.mul(odd, apart), half))
-            return [builder.load(vector(data, builder.add(start, there)), align=4) for start in starts]
+            return [builder.load(vector(data, builder.add(start, there), kind), align=4) for start in starts]
 
         def weight(row: Any, column: Any, of_channel: Any) -> Any:
             tap = builder.add(builder.mul(builder.add(builder.mul(row, wide), column), inputs), of_channel)
-            return _spread(builder, builder.load(builder.gep(filters.data, [builder.add(before, tap)])), _KIND)
+            return _spread(builder, builder.load(builder.gep(filters.data, [builder.add(before, tap)])), kind)
 
-        declared = ir.FunctionType(_KIND, [_KIND] * 3), f"llvm.fma.v{LANES}f32"
-        fma = cgutils.get_or_insert_function(builder.module, *declared)  # type: ignore[no-untyped-call]
-        _add_taps(builder, (numbers, weight, fma), sums, (high, wide, inputs))
+        _add_taps(builder, (numbers, weight, adding_products(builder, of_pairs, LANES)), sums, (high, wide, inputs))
 
         def for_all(change: Any) -> None:
             for held in sums:
@@ -165,6 +168,8 @@ def _windows(_typing, b, put, frames, begin, weights, slots, window):
         with builder.if_then(is_given(bias)):
             more = of_channel(bias)
             for_all(lambda total: builder.fadd(total, more))
+        if of_pairs:
+            for_all(lambda total: nearest(builder, total))
         with builder.if_then(is_given(scale)):
             factor, offset = of_channel(scale), of_channel(shift)
             for_all(lambda total: builder.fadd(builder.fmul(total, factor), offset))

@@ -49,12 +49,12 @@ def differing(begin, end, source, made, layout, found):
     """How many drives of the slots ``begin`` to ``end`` are not those of ``made``, to the last bit: into ``found`` there.
 
     Args:
-        source: Convolved or Slid; made: [M] float32, as these lie in memory; layout: Neurons, Windows or OddWindows; found:
+        source: Convolved or Slid; made: [M], as these lie in memory; layout: Neurons, Windows or OddWindows; found:
             one int64 a slot.
     """
     b, other = np.zeros(5 * TILE, np.float32), np.zeros(5 * TILE, np.float32)
     bits, others = b.view(np.int32), other.view(np.int32)
-    none = (made[:0], made[:0])
+    none = (b[:0], b[:0])
     capacity = TILE if in_windows(layout) else 4 * TILE
     for start in range(begin, end, capacity):
         stop = min(start + capacity, end)
