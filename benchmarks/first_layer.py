@@ -1,6 +1,6 @@
 """First layers, of few input channels, which one kernel may convolve and fire: what is compiled, counted and measured.
 
-    python -m benchmarks.first_layer [--keep-memory]    # on the CPU: layers run by one kernel, and in two
+    python -m benchmarks.first_layer [--keep-memory] [--autocast]    # on the CPU: layers run by one kernel, and in two
 
 benchmarks.gpu measures there what is to be had on CUDA.
 """
@@ -21,7 +21,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks.measure import LAST, interleaved, parsed, parser, save_rows
+from benchmarks.measure import LAST, interleaved, may_autocast, parsed, parser, precision, save_rows
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import RUNS
 
@@ -153,8 +153,11 @@ def rows(rounds: int) -> list[dict[str, Any]]:
 @torch.no_grad()
 def main() -> None:
     """Measure, show and save."""
-    options = parsed(parser(__doc__ or ""))
-    found = rows(options.rounds)
+    made = parser(__doc__ or "")
+    may_autocast(made)
+    options = parsed(made)
+    with precision(options):
+        found = rows(options.rounds)
     table = Table(title="A first layer in two kernels and in one, ms", title_justify="left")
     for column in ("layer", *(f"k={k}" for k in KS)):
         table.add_column(column)

@@ -133,6 +133,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def may_autocast(made: argparse.ArgumentParser) -> None:
+    """Add the option that ``precision`` reads."""
+    made.add_argument("--autocast", action="store_true", help="everything under torch.autocast in bfloat16")
+
+
 def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line, of at least one round."""
     options = made.parse_args()
@@ -149,7 +154,7 @@ def arguments(description: str, names: list[str]) -> argparse.Namespace:
     made.add_argument("--net", choices=names, action="append", help="measure only these (default: all)")
     compiled = "add torch.compile of SpikingJelly (minutes of compiling), in both memory formats or in channels_last alone"
     made.add_argument("--compile", nargs="?", const="both", choices=("both", "channels_last"), help=compiled)
-    made.add_argument("--autocast", action="store_true", help="everything under torch.autocast in bfloat16")
+    may_autocast(made)
     options = parsed(made)
     options.net = options.net or names
     return options
@@ -197,23 +202,31 @@ def rows(seconds: dict[str, list[float]], host: list[str], more: dict[str, dict[
     return out
 
 
+def _place(options: argparse.Namespace, kind: str) -> Path:
+    """Where what was measured goes, where the command line does not say."""
+    half = getattr(options, "autocast", False)
+    words = [kind, "cpu", *(["bfloat16"] if half else []), *(["kept-memory"] if options.keep_memory else [])]
+    return options.out or RESULTS / f"{'-'.join(words)}-{date.today()}.json"
+
+
+def _about_precision(options: argparse.Namespace) -> dict[str, str]:
+    return {"precision": "bfloat16, by autocast"} if getattr(options, "autocast", False) else {}
+
+
 def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tuple[Tensor, list[dict[str, Any]]]]) -> None:
     """``measured(net)`` -> (input, rows) for every net that is wanted: as tables, JSON and PNG."""
     console, results = Console(width=110), {}
     for name in options.net:
         x, results[name] = measured(name)
         table(f"{name}, input {list(x.shape)}", results[name], console)
-    words = [kind, "cpu", *(["bfloat16"] if options.autocast else []), *(["kept-memory"] if options.keep_memory else [])]
-    path = options.out or RESULTS / f"{'-'.join(words)}-{date.today().isoformat()}.json"
-    more = {"precision": "bfloat16, by autocast"} if options.autocast else {}
+    path, more = _place(options, kind), _about_precision(options)
     console.print(f"Written: {save(path, kind, results, options.rounds, more)}")
 
 
 def save_rows(options: argparse.Namespace, kind: str, found: list[dict[str, Any]]) -> None:
     """Rows with the machine, as JSON, of a benchmark that is not of whole nets."""
-    memory = "-kept-memory" if options.keep_memory else ""
-    path = options.out or RESULTS / f"{kind.replace('_', '-')}-cpu{memory}-{date.today()}.json"
-    content = {"kind": kind, "rounds": options.rounds, "machine": machine.describe(), "rows": found}
+    path, more = _place(options, kind.replace("_", "-")), _about_precision(options)
+    content = {"kind": kind, "rounds": options.rounds, **more, "machine": machine.describe(), "rows": found}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -11,15 +11,15 @@ BARE = "bare convolutions"
 
 
 def _about(content: dict[str, Any]) -> str:
-    """Where, how often and in which of the two memory modes it was measured."""
+    """Where, how often, in which of the two memory modes and in which precision it was measured."""
     memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
-    return f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}"
+    kind = f" Everything in {content['precision']}." if "precision" in content else ""
+    return f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}{kind}"
 
 
 def measured(content: dict[str, Any]) -> str:
     """Every configuration of every net: milliseconds, to the best of SpikingJelly, to the convolutions alone, memory."""
-    kind = f" Everything in {content['precision']}." if "precision" in content else ""
-    text = f"{_about(content)}{kind}\n"
+    text = f"{_about(content)}\n"
     for net, found in content["results"].items():
         saved = [("saved MB", "saved for backward, MB")] if "saved MB" in found[0] else []
         more = [*saved, ("peak MB", "peak MB")]

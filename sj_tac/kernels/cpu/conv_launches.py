@@ -70,7 +70,7 @@ class Convolution(NamedTuple):
         return torch.bfloat16 if self.narrow else torch.float32
 
     def as_read(self, x: Tensor) -> Tensor:
-        """The numbers that are multiplied of frames [G, N, C_in, H, W] or filters [C, C_in, high, wide], as the kernel has them.
+        """What is multiplied of frames [G, N, C_in, H, W] or filters [C, C_in, high, wide], as the kernel reads it.
 
         Pairs of channels count as one, with zeros where there is no second.
         """
@@ -171,8 +171,8 @@ def _like_normal(frames: Tensor, filters: Tensor, random: torch.Generator) -> No
 def _cancelling(frames: Tensor, filters: Tensor, random: torch.Generator) -> None:
     """Draw numbers whose order of additions shows in a sum that is rounded to bfloat16, as it hardly ever does in others'.
 
-    Frames are of ones. Filters are numbers from 2^-20 to 2^20 and their opposites, anywhere: what is left of a sum was rounded
-    on the way.
+    Frames are of ones. Filters are numbers from 2^-20 to 2^20 and their opposites, anywhere: what is left of a sum is what
+    roundings on the way made.
     """
     frames.fill_(1.0)
     flat = torch.rand(filters.shape, generator=random, device="cpu").flatten(1).mul(40).sub(20).exp2().bfloat16().float()
