@@ -209,8 +209,8 @@ def differing(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor |
     if not conv.last:
         slots = samples * channels * -(-height // 2) * -(-width // 2)
         layout = (OddWindows if height % 2 or width % 2 else Windows)(False, height, width, channels)
-    found = np.zeros(slots, np.int64)
-    share(sources.differing, slots, y.numel() * 4, source, flat(y, conv.last, y), layout, found)
+    found, made = np.zeros(slots, np.int64), flat(y.float(), conv.last, y).view(np.int32)
+    share(sources.differing, slots, y.numel() * 4, source, made, layout, found)
     return int(np.count_nonzero(found))
 
 
