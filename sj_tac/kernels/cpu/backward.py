@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.geometry import TILE, counts, following, geometry, in_windows, is_odd, locate, of_odd_maps
 from sj_tac.kernels.cpu.halves import widened
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
@@ -27,21 +28,7 @@ from sj_tac.kernels.cpu.steps import (
     lean,
 )
 from sj_tac.kernels.cpu.surrogate import derivative
-from sj_tac.kernels.cpu.tiles import (
-    TILE,
-    ask_for,
-    ask_for_output,
-    counts,
-    following,
-    geometry,
-    in_windows,
-    is_odd,
-    load,
-    locate,
-    of_odd_maps,
-    put_out,
-    store,
-)
+from sj_tac.kernels.cpu.tiles import ask_for, ask_for_output, load, put_out, repeated, store
 
 # Where what lies in the buffer, four corners each.
 SPAN = 4 * TILE
@@ -219,7 +206,7 @@ def backward(begin, end, arriving, slopes, layout, gradients):
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
-    affine, none, sums = (scale, shift), (scale[:0], shift[:0]), (g_scale, g_shift)
+    affine, none, sums = (repeated(scale, layout), repeated(shift, layout)), (scale[:0], shift[:0]), (g_scale, g_shift)
     b, h, slots = np.zeros(REGIONS * SPAN, gv.dtype), np.zeros((steps, SPAN), gv.dtype), np.empty(TILE, np.intp)
     for chunk in range(begin, end):
         limit = min((chunk + 1) * chunk_slots, total)

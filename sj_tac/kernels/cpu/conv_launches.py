@@ -18,9 +18,10 @@ import torch
 from numba import config
 from torch import Tensor
 
-from sj_tac.kernels.cpu import convolving, forward, halves, sources
+from sj_tac.kernels.cpu import forward, halves, sources
 from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, OddWindows, Outputs, Slid, SlidInputs, Windows
 from sj_tac.kernels.cpu.launches import Launch
+from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.threads import flat, share
 from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
@@ -36,7 +37,7 @@ COMPARED = 1 << 26
 # Rows and columns of a filter at most.
 MOST = 7
 # In contiguous memory, numbers of an output, and windows in a register, from which on one kernel is faster.
-LARGE, FULL = 3 << 19, 0.75 * convolving.LANES
+LARGE, FULL = 3 << 19, 0.75 * LANES
 
 
 class Convolution(NamedTuple):
@@ -135,7 +136,7 @@ def _orders(frames: Tensor, filters: Tensor, options: Sequence[Any], shape: Sequ
             yield True, True
         yield True, False
     windows = (shape[4] + 1) // 2
-    full = windows >= FULL * -(-windows // convolving.LANES)
+    full = windows >= FULL * -(-windows // LANES)
     if frames.is_contiguous() and filters.is_contiguous() and options[0] == (1, 1) and full and math.prod(shape) >= LARGE:
         yield False, False
 
@@ -230,8 +231,8 @@ def _slid(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | Non
     high = max(height + conv.above, rows - 1 + conv.high)
     half = (max(width + conv.before, columns - 1 + conv.wide) + 1) // 2
     # Registers without slots read a whole one, too.
-    room = frames.new_zeros(groups * batch * inputs * high * 2 * half + convolving.LANES)
-    put = room[: -convolving.LANES].view(groups, batch, inputs, high, 2, half)
+    room = frames.new_zeros(groups * batch * inputs * high * 2 * half + LANES)
+    put = room[:-LANES].view(groups, batch, inputs, high, 2, half)
     for odd in (0, 1):
         first = (odd - conv.before) % 2
         some, begin = frames[..., first::2], (first + conv.before) // 2
@@ -254,13 +255,13 @@ def _convolved(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor 
         room = frames.new_zeros(*frames.shape[:2], high, wide, inputs)
         room[:, :, conv.above : conv.above + conv.height, conv.before : conv.before + conv.width] = inside
         inside = room
-    rows_of = filters.new_zeros(filters.numel() + convolving.LANES)
+    rows_of = filters.new_zeros(filters.numel() + LANES)
     lines, line, taps, tap = conv.high, wide * inputs, conv.wide * inputs, 1
     order = 2, 3, 1, 0
     if conv.by_columns:
         lines, line, taps, tap, order = conv.wide, 1, conv.high, wide, (3, 2, 1, 0)
     ordered = filters.permute(order)
-    rows_of[: -convolving.LANES].view(ordered.shape).copy_(ordered)
+    rows_of[:-LANES].view(ordered.shape).copy_(ordered)
     return Convolved(
         inside.contiguous().numpy().reshape(-1), rows_of.numpy(), _with_room(bias), inputs, high, wide,
         lines, line, taps, tap, conv.down, conv.along,
@@ -271,7 +272,7 @@ def _with_room(x: Tensor | None) -> Any:
     """Numbers of channels, and behind them as many as a register may read."""
     if x is None:
         return np.empty(0, np.float32)
-    return np.concatenate([x.detach().float().numpy(), np.zeros(convolving.LANES)], dtype=np.float32)
+    return np.concatenate([x.detach().float().numpy(), np.zeros(LANES)], dtype=np.float32)
 
 
 class ConvLaunch(Launch):
@@ -312,7 +313,7 @@ class ConvLaunch(Launch):
         source = source_of(self.conv, frames, filters, bias, self.map)
         scales, shifts = (_with_room(x) for x in affine)
         voltages = self.none if v0 is None else flat(v0, self.last, frames)
-        assert scales.size == shifts.size == (self.affine and self.affine + convolving.LANES)
+        assert scales.size == shifts.size == (self.affine and self.affine + LANES)
         assert voltages.size in (0, self.frame)
         out, v = torch.empty(self.out, dtype=self.dtype, device="cpu"), torch.empty(self.v, device="cpu")
         put_out = (out.view(torch.int16) if self.dtype is torch.bfloat16 else out).numpy().reshape(-1)

@@ -10,27 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from sj_tac.kernels.cpu.geometry import TILE, in_windows
 from sj_tac.kernels.cpu.halves import adding_products, nearest
+from sj_tac.kernels.cpu.registers import LANES, WIDE
 from sj_tac.kernels.cpu.steps import lean
-from sj_tac.kernels.cpu.tiles import TILE, in_windows
 
-
-def _has_wide_registers() -> bool:
-    """Whether the processor has registers of 16 numbers, 32 of them."""
-    try:
-        return bool(binding.get_host_cpu_features().get("avx512f", False))
-    except RuntimeError:  # not known of this kind of processor
-        return False
-
-
-# Numbers of a register, and registers of a pixel's sums: four pixels' sums fit in all of them.
-LANES, WIDE = (16, 4) if _has_wide_registers() else (8, 2)
 _WHOLE, _INDEX = ir.IntType(64), ir.IntType(32)
 
 

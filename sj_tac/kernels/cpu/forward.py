@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.geometry import TILE, counts, in_windows, is_odd
 from sj_tac.kernels.cpu.halves import narrowed
 from sj_tac.kernels.cpu.sources import ahead, bring
 from sj_tac.kernels.cpu.steps import (
@@ -29,7 +30,7 @@ from sj_tac.kernels.cpu.steps import (
     lean,
     resting,
 )
-from sj_tac.kernels.cpu.tiles import TILE, ask_for_output, copy, counts, in_windows, is_odd, load, put_out, store
+from sj_tac.kernels.cpu.tiles import ask_for_output, copy, load, put_out, repeated, store
 
 # Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
 # Constants, so that the compiler knows that they do not overlap.
@@ -96,7 +97,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
     capacity = TILE if in_windows(layout) else 4 * TILE
     size = v_out.size
     _, emitted = counts(size, layout)
-    affine, none = (scale, shift), (scale[:0], shift[:0])
+    affine, none = (repeated(scale, layout), repeated(shift, layout)), (scale[:0], shift[:0])
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]

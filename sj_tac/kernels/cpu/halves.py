@@ -64,8 +64,19 @@ def upper_half(builder: Any, value: Any) -> Any:
 
 def nearest(builder: Any, value: Any) -> Any:
     """The bfloat16 nearest to a register of float32, each as the float32 that it is."""
-    bits = upper_half(builder, value)
-    return builder.bitcast(builder.shl(bits, ir.Constant(bits.type, [16] * bits.type.count)), value.type)
+    return _as_float32(builder, upper_half(builder, value))
+
+
+def lower_half_cut(builder: Any, bits: Any) -> Any:
+    """The float32 that a register of bfloat16 stand for, as int16."""
+    return _as_float32(builder, builder.zext(bits, ir.VectorType(ir.IntType(32), bits.type.count)))
+
+
+def _as_float32(builder: Any, upper: Any) -> Any:
+    """A register of float32 of the upper halves of their bits."""
+    lanes = upper.type.count
+    bits = builder.shl(upper, ir.Constant(upper.type, [16] * lanes))
+    return builder.bitcast(bits, ir.VectorType(ir.FloatType(), lanes))
 
 
 @cache

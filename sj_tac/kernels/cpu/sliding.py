@@ -17,10 +17,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
-from sj_tac.kernels.cpu.convolving import LANES
+from sj_tac.kernels.cpu.geometry import TILE
 from sj_tac.kernels.cpu.halves import adding_products, nearest
+from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.steps import lean
-from sj_tac.kernels.cpu.tiles import TILE
 
 # Registers of windows that are computed at once: all sums, four each, stay in registers.
 MANY = LANES // 4

@@ -9,9 +9,10 @@ from numba.extending import overload
 
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.convolving import convolve
+from sj_tac.kernels.cpu.geometry import TILE, in_windows
 from sj_tac.kernels.cpu.sliding import slide
 from sj_tac.kernels.cpu.steps import lean
-from sj_tac.kernels.cpu.tiles import TILE, ask_for, in_windows, load
+from sj_tac.kernels.cpu.tiles import ask_for, load
 
 
 def bring(source: Any, offset: Any, begin: Any, end: Any, b: Any, at: Any, affine: Any, layout: Any) -> None:

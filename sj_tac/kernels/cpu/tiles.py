@@ -1,124 +1,32 @@
-"""Tiles of a frame for Numba: where their neurons lie in memory, contiguous or channels_last, with or without 2x2 pooling.
+"""Tiles of a frame for Numba: what lies in memory as geometry.py says, and comes into a buffer and back.
 
-A *slot* is what a tile counts: one neuron, or, under a 2x2 MaxPool, the four of one window. Slots are numbered as the output
-is laid out, so that a tile of the output is one piece of memory in both layouts. A tile is copied into a buffer once a
-drive, the windows' four corners apart, and everything then runs on the buffer: small enough for the first-level cache, and
-with all distances known, which is what lets the compiler vectorise. A map of odd size counts as one that is larger: corners
-that it does not have are zeros in the buffer, and windows that it does not fill have no place in the output.
+A tile is copied into a buffer once a drive, the windows' four corners apart, and everything then runs on the buffer: small
+enough for the first-level cache, and with all distances known, which is what lets the compiler vectorise.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
-from sj_tac.kernels.cpu.arguments import Neurons, Windows
+from sj_tac.kernels.cpu.geometry import TILE, edge, following, geometry, in_windows, is_odd, locate, of_odd_maps, together
 from sj_tac.kernels.cpu.halves import narrowed, widened
 from sj_tac.kernels.cpu.prefetch import LINE, prefetch, prefetch_to_write
-from sj_tac.kernels.cpu.steps import lean
+from sj_tac.kernels.cpu.registers import LANES, move, move_mapped
+from sj_tac.kernels.cpu.steps import FIRST, lean, making
 
-# Slots of a tile of windows, whose four corners have a piece of the buffer each; a tile of neurons has four times as many.
-TILE = 256
-_PLAIN, _EVEN = len(Neurons._fields), len(Windows._fields)
-
-
-@lean()
-def in_windows(layout):
-    """Whether slots are windows: known from the type, so that a kernel is compiled for the one that is used."""
-    return len(layout) > _PLAIN
-
-
-@lean()
-def is_odd(layout):
-    """Whether the map has windows at its edge that it does not fill: known from the type, too."""
-    return len(layout) > _EVEN
-
-
-def of_odd_maps(function):
-    """Compile a function whose last argument is a layout, but to nothing for those of even maps, which never call it.
-
-    Numba compiles both sides of a condition even where types decide it: without this, a fourth more for every kernel.
-    """
-    compiled = lean()(function)
-
-    @overload(function, strict=False)
-    def _(*arguments):
-        if len(arguments[-1]) > _EVEN:
-            return lambda *arguments: compiled(*arguments)
-        return lambda *arguments: (0, 0)
-
-    return function
-
-
-@lean()
-def counts(size, layout):
-    """Slots of a frame of ``size`` neurons, and how many numbers it puts out."""
-    if not in_windows(layout):
-        return size, size
-    height, width = layout.height, layout.width
-    maps = size // (height * width)
-    return maps * ((height + 1) // 2) * ((width + 1) // 2), maps * (height // 2) * (width // 2)
-
-
-@lean()
-def geometry(layout):
-    """How slots lie in memory: in runs of even spacing, runs in lines, lines behind one another.
-
-    Args:
-        layout: Neurons, Windows or OddWindows.
-
-    Returns:
-        Slots of a run, runs of a line, and in neurons: from line to line, run to run, slot to slot, and from a window's
-        first corner to its right and its lower one. Contiguous, a line is a plane; in channels_last, a run is a
-        pixel's channels, and the lines of an odd map are nearer where one sample follows another (see ``_edge``).
-    """
-    height, width, channels, last = layout.height, layout.width, layout.channels, layout.last
-    if not in_windows(layout):
-        run = channels if last else height * width
-        return run, 1, run, 0, 1, 0, 0
-    rows, columns = (height + 1) // 2, (width + 1) // 2
-    if last:
-        return channels, columns, 2 * width * channels, 2 * channels, 1, channels, width * channels
-    return columns, rows, height * width, 2 * width, 2, 1, width
-
-
-@lean()
-def locate(slot, run, runs, channels):
-    """Place within its run, run within its line, line, and the line's channel (contiguous), of one slot."""
-    unit, at = slot // run, slot % run
-    line, i = unit // runs, unit % runs
-    return at, i, line, line % channels
-
-
-@lean()
-def following(i, runs, line, channel, channels):
-    """Run, line and channel of the next run: counted, because divisions would cost more than what is done with a run."""
-    if i + 1 < runs:
-        return i + 1, line, channel
-    return 0, line + 1, (channel + 1 if channel + 1 < channels else 0)
-
-
-@lean()
-def _edge(place, n, i, line, layout):
-    """What is less in ``n`` windows of a run on an odd map than ``geometry`` says.
-
-    Returns:
-        Neurons in all samples before (channels_last: a line is a row of windows, and all samples have lines of their own);
-        whether there are no lower corners; and whether the last window, in channels_last every one, has no right ones.
-    """
-    height, width, last = layout.height, layout.width, layout.last
-    rows = (height + 1) // 2
-    row, column = (line % rows, i) if last else (i, place + n - 1)
-    before = line // rows * (2 * rows - height) * width * layout.channels if last else 0
-    return before, 2 * row + 1 == height, 2 * column + 1 == width
+# One run, for what moves several.
+ONCE = 1, 0, 0
 
 
 # Unsigned positions need no check for negative ones, which would keep the loops from being vectorised.
 @lean()
 def copy(source, start, out, at, n):
     """``n`` numbers that lie side by side, from or to bfloat16 where an array is of that."""
-    for j in range(n):
-        out[at + j] = narrowed(widened(source[start + j]), out)
+    if n >= LANES:
+        move(source, start, out, at, n, (source, source), FIRST, ONCE)
+    else:
+        for j in range(n):
+            out[at + j] = narrowed(widened(source[start + j]), out)
 
 
 @lean()
@@ -128,8 +36,11 @@ def _read(source, start, out, at, n, affine, channel, last):
     if scale.size == 0:
         copy(source, start, out, at, n)
     elif last:
-        for j in range(n):
-            out[at + j] = widened(source[start + j]) * scale[channel + j] + shift[channel + j]
+        if n >= LANES:
+            move_mapped(source, start, out, at, n, affine, channel, ONCE)
+        else:
+            for j in range(n):
+                out[at + j] = widened(source[start + j]) * scale[channel + j] + shift[channel + j]
     else:
         factor, offset = scale[channel], shift[channel]
         for j in range(n):
@@ -170,7 +81,7 @@ def _read_odd(source, start, out, at, run, affine, layout):
     place, n, i, line, channel = run
     last = layout.last
     _, _, _, _, _, right, below = geometry(layout)
-    before, no_lower, no_right = _edge(place, n, i, line, layout)
+    before, no_lower, no_right = edge(place, n, i, line, layout)
     start, m, c = start - before, np.uintp(n), np.uintp(place if last else channel)
     for row in range(2):
         p, q = np.uintp(start + row * below), np.uintp(at + 2 * row * TILE)
@@ -200,7 +111,7 @@ def _write_odd(source, at, out, start, run, layout):
     """The way back of ``_read_odd``."""
     place, n, i, line, _ = run
     _, _, _, _, _, right, below = geometry(layout)
-    before, no_lower, no_right = _edge(place, n, i, line, layout)
+    before, no_lower, no_right = edge(place, n, i, line, layout)
     m = np.uintp(n)
     for row in range(1 if no_lower else 2):
         p, q = np.uintp(start - before + row * below), np.uintp(at + 2 * row * TILE)
@@ -217,13 +128,47 @@ def _write_odd(source, at, out, start, run, layout):
             _write_pairs(source, q, beside, out, p, m)
 
 
+@making()
+def repeated(numbers, layout):
+    """Scale or shift of a BatchNorm as ``load`` takes it: in channels_last once more for all neurons of a tile."""
+    if in_windows(layout) or not layout.last or numbers.size == 0:
+        return numbers
+    made, channel = np.empty(layout.channels + 4 * TILE, numbers.dtype), 0
+    for i in range(made.size):
+        made[i] = numbers[channel]
+        channel = channel + 1 if channel + 1 < layout.channels else 0
+    return made
+
+
+@lean()
+def _load_neurons(source, offset, begin, end, out, at, affine, layout):
+    """``load`` of slots that are neurons, which lie side by side."""
+    scale, _ = affine
+    last, channels = layout.last, layout.channels
+    run = layout.height * layout.width
+    if last or scale.size == 0:
+        whole, first = np.uintp(end - begin), np.uintp(begin % channels)
+        _read(source, np.uintp(offset + begin), out, np.uintp(at), whole, affine, first, True)
+        return
+    place, channel, slot = begin % run, begin // run % channels, begin
+    while slot < end:
+        n = min(run - place, end - slot)
+        to, m = np.uintp(at + slot - begin), np.uintp(n)
+        _read(source, np.uintp(offset + slot), out, to, m, affine, np.uintp(channel), False)
+        slot, place = slot + n, 0
+        channel = channel + 1 if channel + 1 < channels else 0
+
+
 @lean()
 def load(source, offset, begin, end, out, at, affine, layout):
     """Slots ``begin`` to ``end`` of the frame at ``offset``, into ``out`` from ``at`` on, the corners TILE apart.
 
     Args:
-        affine: scale and shift of a BatchNorm, [C] each, or empty for none.
+        affine: scale and shift of a BatchNorm, [C] each and ``repeated``, or empty for none.
     """
+    if not in_windows(layout):
+        _load_neurons(source, offset, begin, end, out, at, affine, layout)
+        return
     last, channels = layout.last, layout.channels
     run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
     place, i, line, channel = locate(begin, run, runs, channels)
@@ -232,14 +177,20 @@ def load(source, offset, begin, end, out, at, affine, layout):
         n = min(run - place, end - slot)
         start, z = offset + line * to_line + i * to_run + place * to_slot, at + slot - begin
         m, c = np.uintp(n), np.uintp(place if last else channel)
-        if not in_windows(layout):
-            _read(source, np.uintp(start), out, np.uintp(z), m, affine, c, last)
-        elif is_odd(layout):
+        if is_odd(layout):
             _read_odd(source, start, out, z, (place, n, i, line, channel), affine, layout)
         elif last:
+            many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                _read(source, np.uintp(p), out, np.uintp(q), m, affine, c, last)
+                if many == 1:
+                    _read(source, np.uintp(p), out, np.uintp(q), m, affine, c, last)
+                elif affine[0].size == 0:
+                    move(source, p, out, q, n, (source, source), FIRST, (many, to_run, n))
+                else:
+                    move_mapped(source, p, out, q, n, affine, FIRST, (many, to_run, n))
+            i += many - 1
+            slot += (many - 1) * n
         else:
             for row in range(2):
                 p, q = start + row * below, z + 2 * row * TILE
@@ -255,7 +206,10 @@ def ask_for(source, offset, begin, end, layout, writes):
     They do along the rows of a map: windows, contiguous.
     """
     last, channels = layout.last, layout.channels
-    if in_windows(layout) and not last:
+    if not in_windows(layout):
+        ask_for_output(source, offset + begin, end - begin, writes)
+        return
+    if not last:
         return
     run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
     place, i, line, channel = locate(begin, run, runs, channels)
@@ -265,15 +219,18 @@ def ask_for(source, offset, begin, end, layout, writes):
         n = min(run - place, end - slot)
         start = offset + line * to_line + i * to_run + place * to_slot
         if is_odd(layout):
-            start -= _edge(place, n, i, line, layout)[0]
-        for corner in range(4 if in_windows(layout) else 1):
-            first = start + corner % 2 * right + corner // 2 * below
-            for j in range(0, n, step):
+            start -= edge(place, n, i, line, layout)[0]
+        many = together(place, i, n, end - slot, layout)
+        # A run's right corners lie between its left ones and those of the next.
+        for corner in range(4 if many == 1 else 2):
+            first = start + (corner % 2 * right + corner // 2 * below if many == 1 else corner * below)
+            for j in range(0, n if many == 1 else many * to_run, step):
                 if writes:
                     prefetch_to_write(source, first + j)
                 else:
                     prefetch(source, first + j)
-        slot, place = slot + n, 0
+        i += many - 1
+        slot, place = slot + many * n, 0
         i, line, channel = following(i, runs, line, channel, channels)
 
 
@@ -290,6 +247,9 @@ def ask_for_output(out, start, n, writes):
 @lean()
 def store(source, at, out, offset, begin, end, layout):
     """The way back of ``load``, without affine map."""
+    if not in_windows(layout):
+        copy(source, np.uintp(at), out, np.uintp(offset + begin), np.uintp(end - begin))
+        return
     last, channels = layout.last, layout.channels
     run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
     place, i, line, channel = locate(begin, run, runs, channels)
@@ -297,14 +257,18 @@ def store(source, at, out, offset, begin, end, layout):
     while slot < end:
         n = min(run - place, end - slot)
         start, z, m = offset + line * to_line + i * to_run + place * to_slot, at + slot - begin, np.uintp(n)
-        if not in_windows(layout):
-            copy(source, np.uintp(z), out, np.uintp(start), m)
-        elif is_odd(layout):
+        if is_odd(layout):
             _write_odd(source, z, out, start, (place, n, i, line, channel), layout)
         elif last:
+            many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                copy(source, np.uintp(q), out, np.uintp(p), m)
+                if many == 1:
+                    copy(source, np.uintp(q), out, np.uintp(p), m)
+                else:
+                    move(source, q, out, p, n, (source, source), FIRST, (many, n, to_run))
+            i += many - 1
+            slot += (many - 1) * n
         else:
             for row in range(2):
                 p, q = start + row * below, z + 2 * row * TILE
@@ -326,7 +290,7 @@ def put_out(begin, end, slots, layout):
     slot, count, first = begin, 0, 0
     while slot < end:
         n = min(run - place, end - slot)
-        _, no_lower, no_right = _edge(place, n, i, line, layout)
+        _, no_lower, no_right = edge(place, n, i, line, layout)
         if layout.last:
             whole = 0 if no_lower or no_right else n
             start = ((line // rows * height + line % rows) * width + i) * run + place

@@ -1,0 +1,92 @@
+"""The processor's registers for Numba: how many numbers one holds, and numbers that lie side by side moved by whole ones.
+
+A loop over a few channels that the compiler makes of registers first looks whether its arrays overlap, each time that it is
+entered, and has a second loop for what is left over: for 16 to 64 channels that takes longer than the numbers themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np import arrayobj
+
+from sj_tac.kernels.cpu.halves import lower_half_cut, upper_half
+
+
+def _has_wide_registers() -> bool:
+    """Whether the processor has registers of 16 numbers, 32 of them."""
+    try:
+        return bool(binding.get_host_cpu_features().get("avx512f", False))
+    except RuntimeError:  # not known of this kind of processor
+        return False
+
+
+# Numbers of a register, and registers of a pixel's sums: four pixels' sums fit in all of them.
+LANES, WIDE = (16, 4) if _has_wide_registers() else (8, 2)
+_WHOLE = ir.IntType(64)
+
+
+def _moving(is_mapped: bool) -> Any:
+    """What Numba compiles: ``n`` numbers of ``source`` from ``start`` on, to ``out`` from ``at`` on; ``LANES`` or more.
+
+    As often as ``runs`` says first, the second and third being how far it is from one start to the next. ``is_mapped``: by
+    the scale and the shift of a channel each, from ``channel`` on. bfloat16 as in halves.py. The arrays do not overlap: the
+    last register may move what the one before it did.
+    """
+
+    @intrinsic
+    def move(_typing, source, start, out, at, n, affine, channel, runs):
+        def codegen(context, builder, signature, values):
+            names = "source", "start", "out", "at", "n", "affine", "channel", "runs"
+            of = dict(zip(names, zip(signature.args, values, strict=True), strict=True))
+
+            def data(kind: Any, value: Any) -> Any:
+                return arrayobj.make_array(kind)(context, builder, value).data  # type: ignore[no-untyped-call]
+
+            def whole(kind: Any, value: Any) -> Any:
+                return context.cast(builder, value, kind, types.int64)
+
+            def item(name: str, i: int) -> tuple[Any, Any]:
+                return of[name][0][i], builder.extract_value(of[name][1], i)
+
+            def vector(base: Any, offset: Any, kind: Any) -> Any:
+                return builder.bitcast(builder.gep(base, [offset]), ir.VectorType(kind, LANES).as_pointer())
+
+            of_read, of_written, of_factors = (context.get_value_type(kind.dtype) for kind in (source, out, affine[0]))
+            read, written = data(*of["source"]), data(*of["out"])
+            factors, terms = data(*item("affine", 0)), data(*item("affine", 1))
+            first, to, count, place = (whole(*of[name]) for name in ("start", "at", "n", "channel"))
+            times, apart, out_apart = (whole(*item("runs", i)) for i in range(3))
+            lanes = ir.Constant(_WHOLE, LANES)
+            most, registers = builder.sub(count, lanes), builder.add(count, ir.Constant(_WHOLE, LANES - 1))
+            registers = builder.udiv(registers, lanes)
+            with cgutils.for_range(builder, times) as outer:
+                here = builder.add(first, builder.mul(outer.index, apart))
+                there = builder.add(to, builder.mul(outer.index, out_apart))
+                with cgutils.for_range(builder, registers) as inner:
+                    begin = builder.mul(inner.index, lanes)
+                    begin = builder.select(builder.icmp_signed("<", begin, most), begin, most)
+
+                    def load(base: Any, offset: Any, kind: Any, begin: Any = begin) -> Any:
+                        return builder.load(vector(base, builder.add(offset, begin), kind), align=2)
+
+                    x = load(read, here, of_read)
+                    x = lower_half_cut(builder, x) if of_read == ir.IntType(16) else x
+                    if is_mapped:
+                        x = builder.fmul(x, load(factors, place, of_factors))
+                        x = builder.fadd(x, load(terms, place, of_factors))
+                    if of_written == ir.IntType(16):
+                        x = builder.trunc(upper_half(builder, x), ir.VectorType(ir.IntType(16), LANES))
+                    builder.store(x, vector(written, builder.add(there, begin), of_written), align=2)
+            return context.get_dummy_value()
+
+        return types.void(source, start, out, at, n, affine, channel, runs), codegen
+
+    return move
+
+
+move, move_mapped = _moving(False), _moving(True)
