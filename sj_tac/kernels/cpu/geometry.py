@@ -10,7 +10,6 @@ from __future__ import annotations
 from numba.extending import overload
 
 from sj_tac.kernels.cpu.arguments import Neurons, Windows
-from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.steps import lean
 
 # Slots of a tile of windows, whose four corners have a piece of the buffer each; a tile of neurons has four times as many.
@@ -113,6 +112,6 @@ def edge(place, n, i, line, layout):
 def together(place, i, n, left, layout):
     """How many runs, from one of ``n`` slots on, lie alike: whole ones of a line, in channels_last on an even map."""
     run, runs, _, _, _, _, _ = geometry(layout)
-    if not layout.last or is_odd(layout) or place or n < run or n < LANES:
+    if not layout.last or is_odd(layout) or place or n < run:
         return 1
     return min(runs - i, left // run)

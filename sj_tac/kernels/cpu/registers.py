@@ -31,7 +31,7 @@ _WHOLE = ir.IntType(64)
 
 
 def _moving(is_mapped: bool) -> Any:
-    """What Numba compiles: ``n`` numbers of ``source`` from ``start`` on, to ``out`` from ``at`` on; ``LANES`` or more.
+    """What Numba compiles: ``n`` numbers of ``source`` from ``start`` on, to ``out`` from ``at`` on.
 
     As often as ``runs`` says first, the second and third being how far it is from one start to the next. ``is_mapped``: by
     the scale and the shift of a channel each, from ``channel`` on. bfloat16 as in halves.py. The arrays do not overlap: the
@@ -53,35 +53,47 @@ def _moving(is_mapped: bool) -> Any:
             def item(name: str, i: int) -> tuple[Any, Any]:
                 return of[name][0][i], builder.extract_value(of[name][1], i)
 
-            def vector(base: Any, offset: Any, kind: Any) -> Any:
-                return builder.bitcast(builder.gep(base, [offset]), ir.VectorType(kind, LANES).as_pointer())
-
+            read, written, factors, terms = (
+                data(*x) for x in (of["source"], of["out"], item("affine", 0), item("affine", 1))
+            )
             of_read, of_written, of_factors = (context.get_value_type(kind.dtype) for kind in (source, out, affine[0]))
-            read, written = data(*of["source"]), data(*of["out"])
-            factors, terms = data(*item("affine", 0)), data(*item("affine", 1))
             first, to, count, place = (whole(*of[name]) for name in ("start", "at", "n", "channel"))
             times, apart, out_apart = (whole(*item("runs", i)) for i in range(3))
+
+            def emit(here: Any, there: Any, begin: Any, lanes: int) -> None:
+                """Move so many numbers that lie side by side."""
+
+                def vector(base: Any, offset: Any, kind: Any) -> Any:
+                    there = builder.gep(base, [builder.add(offset, begin)])
+                    return builder.bitcast(there, ir.VectorType(kind, lanes).as_pointer())
+
+                x = builder.load(vector(read, here, of_read), align=2)
+                x = lower_half_cut(builder, x) if of_read == ir.IntType(16) else x
+                if is_mapped:
+                    x = builder.fmul(x, builder.load(vector(factors, place, of_factors), align=2))
+                    x = builder.fadd(x, builder.load(vector(terms, place, of_factors), align=2))
+                if of_written == ir.IntType(16):
+                    x = builder.trunc(upper_half(builder, x), ir.VectorType(ir.IntType(16), lanes))
+                builder.store(x, vector(written, there, of_written), align=2)
+
             lanes = ir.Constant(_WHOLE, LANES)
             most, registers = builder.sub(count, lanes), builder.add(count, ir.Constant(_WHOLE, LANES - 1))
             registers = builder.udiv(registers, lanes)
             with cgutils.for_range(builder, times) as outer:
                 here = builder.add(first, builder.mul(outer.index, apart))
                 there = builder.add(to, builder.mul(outer.index, out_apart))
-                with cgutils.for_range(builder, registers) as inner:
-                    begin = builder.mul(inner.index, lanes)
-                    begin = builder.select(builder.icmp_signed("<", begin, most), begin, most)
-
-                    def load(base: Any, offset: Any, kind: Any, begin: Any = begin) -> Any:
-                        return builder.load(vector(base, builder.add(offset, begin), kind), align=2)
-
-                    x = load(read, here, of_read)
-                    x = lower_half_cut(builder, x) if of_read == ir.IntType(16) else x
-                    if is_mapped:
-                        x = builder.fmul(x, load(factors, place, of_factors))
-                        x = builder.fadd(x, load(terms, place, of_factors))
-                    if of_written == ir.IntType(16):
-                        x = builder.trunc(upper_half(builder, x), ir.VectorType(ir.IntType(16), LANES))
-                    builder.store(x, vector(written, builder.add(there, begin), of_written), align=2)
+                with builder.if_else(builder.icmp_signed(">=", most, ir.Constant(_WHOLE, 0))) as (many, few):
+                    with many, cgutils.for_range(builder, registers) as inner:
+                        begin = builder.mul(inner.index, lanes)
+                        emit(here, there, builder.select(builder.icmp_signed("<", begin, most), begin, most), LANES)
+                    with few:
+                        # In halves, quarters and so on: a loop over numbers would be made one of registers.
+                        begin, half = ir.Constant(_WHOLE, 0), LANES // 2
+                        while half:
+                            part = builder.and_(count, ir.Constant(_WHOLE, half))
+                            with builder.if_then(builder.icmp_unsigned("!=", part, ir.Constant(_WHOLE, 0))):
+                                emit(here, there, begin, half)
+                            begin, half = builder.add(begin, part), half // 2
             return context.get_dummy_value()
 
         return types.void(source, start, out, at, n, affine, channel, runs), codegen

@@ -11,7 +11,7 @@ import numpy as np
 from sj_tac.kernels.cpu.geometry import TILE, edge, following, geometry, in_windows, is_odd, locate, of_odd_maps, together
 from sj_tac.kernels.cpu.halves import narrowed, widened
 from sj_tac.kernels.cpu.prefetch import LINE, prefetch, prefetch_to_write
-from sj_tac.kernels.cpu.registers import LANES, move, move_mapped
+from sj_tac.kernels.cpu.registers import move, move_mapped
 from sj_tac.kernels.cpu.steps import FIRST, lean, making
 
 # One run, for what moves several.
@@ -22,25 +22,24 @@ ONCE = 1, 0, 0
 @lean()
 def copy(source, start, out, at, n):
     """``n`` numbers that lie side by side, from or to bfloat16 where an array is of that."""
-    if n >= LANES:
-        move(source, start, out, at, n, (source, source), FIRST, ONCE)
+    move(source, start, out, at, n, (source, source), FIRST, ONCE)
+
+
+@lean()
+def _read_runs(source, start, out, at, n, affine, channel, runs):
+    """Runs of neurons in channels_last, as ``registers.move`` takes them, through the map where there is one."""
+    if affine[0].size == 0:
+        move(source, start, out, at, n, affine, channel, runs)
     else:
-        for j in range(n):
-            out[at + j] = narrowed(widened(source[start + j]), out)
+        move_mapped(source, start, out, at, n, affine, channel, runs)
 
 
 @lean()
 def _read(source, start, out, at, n, affine, channel, last):
     """Neurons side by side, through the BatchNorm's affine map where there is one."""
     scale, shift = affine
-    if scale.size == 0:
-        copy(source, start, out, at, n)
-    elif last:
-        if n >= LANES:
-            move_mapped(source, start, out, at, n, affine, channel, ONCE)
-        else:
-            for j in range(n):
-                out[at + j] = widened(source[start + j]) * scale[channel + j] + shift[channel + j]
+    if scale.size == 0 or last:
+        _read_runs(source, start, out, at, n, affine, channel, ONCE)
     else:
         factor, offset = scale[channel], shift[channel]
         for j in range(n):
@@ -183,12 +182,7 @@ def load(source, offset, begin, end, out, at, affine, layout):
             many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                if many == 1:
-                    _read(source, np.uintp(p), out, np.uintp(q), m, affine, c, last)
-                elif affine[0].size == 0:
-                    move(source, p, out, q, n, (source, source), FIRST, (many, to_run, n))
-                else:
-                    move_mapped(source, p, out, q, n, affine, FIRST, (many, to_run, n))
+                _read_runs(source, p, out, q, n, affine, c, (many, to_run, n))
             i += many - 1
             slot += (many - 1) * n
         else:
@@ -263,10 +257,7 @@ def store(source, at, out, offset, begin, end, layout):
             many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                if many == 1:
-                    copy(source, np.uintp(q), out, np.uintp(p), m)
-                else:
-                    move(source, q, out, p, n, (source, source), FIRST, (many, n, to_run))
+                move(source, q, out, p, n, (source, source), FIRST, (many, n, to_run))
             i += many - 1
             slot += (many - 1) * n
         else:
