@@ -110,6 +110,33 @@ def test_another_order_of_additions_is_found(monkeypatch):
     assert list(conv_launches._FOUND.values()) == [False]
 
 
+def smallest():
+    """Frames without events, and a bias on both sides of the smallest number that has all of bfloat16's precision."""
+    x, w, _ = narrow(exact())
+    return torch.zeros_like(x), w, torch.linspace(-2.0, 2.0, len(w)).mul(torch.finfo(torch.float32).tiny).bfloat16()
+
+
+@needed
+def test_drives_of_the_smallest_numbers_are_torchs_zeros():
+    x, w, bias = smallest()
+    y = torchs(x, w, bias, 1, 1).flatten(0, 1)
+    assert 0 < y.count_nonzero() < bias.count_nonzero() * y[:, 0].numel()
+    one = conv_launches.convolution(x, w, bias, OPTIONS, SHAPE, torch.bfloat16)
+    assert one is not None
+    assert conv_launches.differing(one, x, w, bias, y) == 0
+
+
+@needed
+def test_a_convolution_that_keeps_the_smallest_numbers_is_found(monkeypatch):
+    def keeps(x, w, bias, *options):
+        y = F.conv2d(x, w, bias, *options)
+        empty = not x.any()
+        return (y * 0 + bias[:, None, None]).contiguous(memory_format=torch.channels_last) if empty else y
+
+    torch_convolves(monkeypatch, keeps)
+    assert conv_launches.convolution(*smallest(), OPTIONS, SHAPE, torch.bfloat16) is None
+
+
 def test_it_needs_a_processor_that_computes_so(monkeypatch):
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
     for can in (True, False):
