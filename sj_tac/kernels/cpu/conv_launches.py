@@ -35,6 +35,8 @@ _READ = {torch.float32: (torch.float32,), torch.bfloat16: (torch.float32, torch.
 COMPARED = 1 << 26
 # Rows and columns of a filter at most.
 MOST = 7
+# A float32 to which nothing below 64 adds anything.
+LOSES = 2.0**30
 # In contiguous memory, numbers of an output, and windows in a register, from which on one kernel is faster.
 LARGE, FULL = 3 << 19, 0.75 * convolving.LANES
 
@@ -178,14 +180,13 @@ def _smallest(frames: Tensor, filters: Tensor, bias: Tensor, random: torch.Gener
 def _cancelling(frames: Tensor, filters: Tensor, bias: Tensor, random: torch.Generator) -> None:
     """Draw numbers whose order of additions shows in a sum that is rounded to bfloat16, as it hardly ever does in others'.
 
-    Frames are of ones. Filters are numbers from 2^-20 to 2^20 and their opposites, anywhere: what is left of a sum was
-    rounded on the way.
+    Frames are of ones. In each filter one number, anywhere, is so large that what is added to it is lost until its opposite
+    comes: of two orders one loses something that the other keeps, and all that is kept shows.
     """
     bias.normal_(generator=random)
     frames.fill_(1.0)
-    flat = torch.rand(filters.shape, generator=random, device="cpu").flatten(1).mul(40).sub(20).exp2().bfloat16().float()
-    half = flat.shape[1] // 2
-    flat[:, half : 2 * half] = -flat[:, :half]
+    flat = torch.rand(filters.shape, generator=random, device="cpu").flatten(1).add(1)
+    flat[:, :1], flat[:, 1:2] = LOSES, -LOSES
     places = torch.rand(flat.shape, generator=random, device="cpu").argsort(1)
     filters.copy_(flat.gather(1, places).view(filters.shape))
 
