@@ -247,11 +247,10 @@ class _Finder:
         if folded:
             detail = f"{named}; of an input {list(folded[0])} neurons are handed {sample.steps} frames, and take all for T"
             return Refusal(Reason.NEURON_FOLDED, detail)
+        shape = next((n.shape for n in self.graph.inputs(node)), None)
         takes = f"no folded frames [T * N, ...]; SpikingJelly's layer.{kind.__name__} takes frames [T, N, ...]"
-        return Refusal(
-            Reason.UNSUPPORTED_CONV,
-            f"{named}, on {list(node.shape) if node.shape else 'a value of unknown shape'} and {takes}",
-        )
+        handed = f"{named}, on {list(shape) if shape else 'a value of unknown shape'}"
+        return Refusal(Reason.UNSUPPORTED_CONV, f"{handed} and {takes}")
 
     def reject_unseen(self, named: str) -> Refusal:
         """Why one of torch's own convs is refused where nothing says what T and N are."""

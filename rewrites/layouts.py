@@ -6,6 +6,7 @@ that the neurons are handed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -94,16 +95,12 @@ def handed(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, Sha
 
 
 def sample_of(model: nn.Module, nodes: list[fx.Node]) -> Sample | None:
-    """T and N as most neurons see them, and as the model's inputs have them; None where no shape is known."""
-    # Each neuron once: one that steps by itself is called T times.
-    seen: dict[Shape, set[str]] = {}
+    """T and N as most neurons see them, and as the model's inputs have them; None where no shape is known.
+
+    Where all neurons are in containers that loop, as these see them: nothing converts there, but layouts tell the reasons.
+    """
     given = [shape[:2] for node in nodes if node.op == "placeholder" and (shape := node.meta.get("shape")) is not None]
-    for node in nodes:
-        if node.op == "call_module" and host.steps_by_itself(model.get_submodule(str(node.target))) and node.all_input_nodes:
-            shape = node.all_input_nodes[0].meta.get("shape")
-            if shape is not None and len(shape) >= 2:
-                found = host.steps_and_batch(model.get_submodule(str(node.target)), shape)
-                seen.setdefault(found, set()).add(str(node.target))
+    seen = _seen(model, nodes, host.steps_by_itself) or _seen(model, nodes, lambda m: bool(host.looped(m)))
 
     def rank(found: Shape) -> tuple[bool, bool, int, bool]:
         """A neuron that is handed folded frames sees something else; T may also be made in the forward."""
@@ -111,6 +108,18 @@ def sample_of(model: nn.Module, nodes: list[fx.Node]) -> Sample | None:
         return both, any(first[:1] == found[1:] for first in given), len(seen[found]), found[0] > 1
 
     return Sample(*max(seen, key=rank)) if seen else None
+
+
+def _seen(model: nn.Module, nodes: list[fx.Node], shows: Callable[[nn.Module], bool]) -> dict[Shape, set[str]]:
+    """What T and N are handed to some modules, and to which: each once, as one that steps by itself is called T times."""
+    seen: dict[Shape, set[str]] = {}
+    for node in nodes:
+        if node.op == "call_module" and shows(model.get_submodule(str(node.target))) and node.all_input_nodes:
+            shape = node.all_input_nodes[0].meta.get("shape")
+            if shape is not None and len(shape) >= 2:
+                found = host.steps_and_batch(model.get_submodule(str(node.target)), shape)
+                seen.setdefault(found, set()).add(str(node.target))
+    return seen
 
 
 _REPEATS: set[Any] = {

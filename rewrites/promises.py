@@ -79,6 +79,12 @@ def _own_forward_problem(module: nn.Module, x: Tensor) -> str:
     layer: Any = module
     steps = host.is_multi_step(module) and isinstance(module, (*host.CONVS, *host.LINEARS))
     wanted, channels = (layer.in_channels, 2 if steps else 1) if host.is_conv(module) else (layer.in_features, x.dim() - 1)
+    if host.is_conv(module) and not isinstance(module, host.CONVS) and x.dim() == len(layer.kernel_size) + 3:
+        named = next(kind.__name__ for kind in host.FOLDED_CONVS if isinstance(module, kind))
+        return (
+            f"it is handed {list(x.shape)}, unfolded frames [T, N, ...], which torch's nn.{named} does not take; "
+            f"derive its class from SpikingJelly's layer.{named}, in step_mode 'm'"
+        )
     if x.dim() <= channels or x.shape[channels] != wanted or not len(x):
         return f"it is handed {list(x.shape)}, where its class says {wanted} channels or features"
     # More steps than a sample of one has, so that they can be told apart.

@@ -117,6 +117,7 @@ from sj_tac.host.types import (
     is_norm as is_norm,
     is_transposed as is_transposed,
     layer as layer,
+    looped as looped,
     neuron as neuron,
     single_steps as single_steps,
     uses_batch_statistics as uses_batch_statistics,

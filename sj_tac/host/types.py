@@ -176,9 +176,14 @@ def single_steps(module: nn.Module) -> str:
     """How a module takes one step a call, in words; "" where it takes all of them, as far as that can be told."""
     if not is_multi_step(module):
         return "is in step_mode 's'"
-    inside = next((type(m).__name__ for m in module.modules() if m is not module and is_neuron(m)), "")
-    loops = inside and isinstance(module, layer.MultiStepContainer)
-    return f"calls its {inside} once a step; put the {inside} there by itself, in step_mode 'm'" if loops else ""
+    inside = looped(module)
+    return f"calls its {inside} once a step; put the {inside} there by itself, in step_mode 'm'" if inside else ""
+
+
+def looped(module: nn.Module) -> str:
+    """The class of a neuron in a container that is handed all frames, and calls what it holds once a step; "" of others."""
+    inside = module.modules() if isinstance(module, layer.MultiStepContainer) else ()
+    return next((type(m).__name__ for m in inside if is_neuron(m)), "")
 
 
 def uses_batch_statistics(norm: nn.Module) -> bool:

@@ -223,7 +223,25 @@ def defer(conv: Any, x: Any, frames: Tensor, owned: bool, narrow: torch.dtype | 
         kept = frames if owned else _kept(x, frames, most)
     if kept is None or weight.numel() > most:
         return None
+    if cast is not None and frames.device.type == "cpu":
+        weight, bias = _as_autocast_has(weight), None if bias is None else _as_autocast_has(bias)
+        if not weight.isfinite().all():
+            return None
     return Deferred(kept, (weight, bias), options, shape, one, (computes, cast), conv._tac)
+
+
+def _as_autocast_has(x: Tensor) -> Tensor:
+    """A convolution's weight or bias as its own operations would read it.
+
+    Autocast casts a parameter once in a region, and does not see what is written into it since. It tells nobody what it has:
+    here an operation of its own puts it out, times one or added to nothing.
+    """
+    if not (torch.is_autocast_cache_enabled() and x.requires_grad and x.is_leaf):
+        return x
+    if x.dim() == 1:
+        return F.linear(x.new_zeros(1, 1), x.new_zeros(len(x), 1), x)[0]
+    found = F.linear(x, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
+    return torch.empty_like(x, dtype=found.dtype).copy_(found)  # in the parameter's own memory format
 
 
 def _autocast_to(frames: Tensor) -> torch.dtype | None:

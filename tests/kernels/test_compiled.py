@@ -1,15 +1,20 @@
 """How kernels are compiled: threads run the serial one, found by the types of its operands, and Numba keeps both."""
 
+import os
+import shutil
 import subprocess
 import sys
 import threading
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sj_tac.kernels.cpu import aggregate
 from sj_tac.kernels.cpu.compiled import kernel
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("threads", "pieces"), list(product([1, 2, 3], [1, 2, 5])))
@@ -114,3 +119,31 @@ def test_kernels_that_are_left_as_python_run_alone(monkeypatch):
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", shared], check=False, capture_output=True, text=True)
     assert done.stdout.split() == ["1.0", "2.0"], done.stderr
+
+
+SUM = """
+import numpy as np
+from sj_tac.kernels.cpu import aggregate
+x, out = np.ones((2, 4), np.float32), np.zeros((1, 4), np.float32)
+aggregate.forward.parallel(1, 1, x, np.ones(2, np.float32), 2, out)
+print(out[0, 0])
+"""
+
+
+def test_a_kernel_that_was_kept_is_compiled_again_where_another_file_changed(tmp_path):
+    """As after an upgrade: its own file is as it was, and what it calls is not."""
+    for package in ("sj_tac", "rewrites"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    env = {n: v for n, v in os.environ.items() if n != "NUMBA_CACHE_DIR"} | {"PYTHONPATH": str(tmp_path)}
+
+    def found():
+        command = [sys.executable, "-W", "ignore", "-c", SUM]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=env).stdout)
+
+    assert found() == 2
+    halves = tmp_path / "sj_tac" / "kernels" / "cpu" / "halves.py"
+    text = halves.read_text()
+    before = "    return lambda x: x\n\n\n@overload(narrowed)"
+    assert before in text
+    halves.write_text(text.replace(before, before.replace("lambda x: x", "lambda x: 3 * x")))
+    assert found() == 6

@@ -331,6 +331,15 @@ def test_a_container_that_calls_its_neuron_once_a_step_says_what_to_put_there():
     assert all(v.status == "converted" for v in sj_tac.plan(net.eval(), k=2).verdicts)
 
 
+def test_containers_that_loop_say_so_where_all_neurons_are_in_such():
+    """Behind a norm in a container of its own, which folds frames that no neuron tells T and N of."""
+    parts = (layer.SeqToANNContainer(part) for part in (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))
+    net = nn.Sequential(*parts, layer.MultiStepContainer(neuron.LIFNode())).eval()
+    (verdict,) = sj_tac.plan(net, k=2, example_input=frames(4, 2, 2, 8, 8)).verdicts
+    assert verdict.reason == "NOT_MULTI_STEP"
+    assert "'2' (MultiStepContainer) calls its LIFNode once a step" in verdict.detail
+
+
 class OneFrame(nn.Module):
     """A stem on frames of one step [1, N, ...], which are repeated behind it."""
 

@@ -129,6 +129,36 @@ def test_numbers_are_rounded_once_on_the_way_in():
     assert torch.equal(drives.flatten(0, 1), wanted)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("keeps", [True, False])
+def test_parameters_that_are_written_within_a_region_are_read_as_autocast_has_them(keeps, monkeypatch):
+    """It casts each once, unless it may not keep them; the next region casts what was written."""
+    found = []
+    for said in ("", "0"):
+        net, x = narrow("autocast", source(bias=True), 1)
+        x = x.contiguous()  # so that the drives' memory format is that of the weights
+        needs_the_kernel("autocast", net, x)
+        before = count()
+        with monkeypatch.context() as patch:
+            patch.setenv(conv_fire.VARIABLE, said)
+            drives = []
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+                    for _ in range(2):
+                        functional.reset_net(net)
+                        y = net[0](x)
+                        net[2](net[1](y))
+                        drives.append(y[:].clone())
+                        assert drives[-1].flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
+                        net[0].weight.mul_(-1.5)
+                        net[0].bias.add_(1.0)
+        assert count() == before + (4 if said == "" else 0)
+        assert torch.equal(drives[0], drives[1]) is torch.equal(drives[2], drives[3]) is keeps
+        assert not torch.equal(drives[1], drives[2])
+        found.append(drives)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_gradients_are_the_convolutions_own():
     net, x = narrow("autocast", source())
     needs_the_kernel("autocast", net, x)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,22 @@ class Kernel:
             self.addresses = np.concatenate([self.addresses, np.array([[_identity(kinds), address]], np.int64)])
 
 
+@cache
+def _sources() -> bytes:
+    """A digest of all files that kernels are compiled from."""
+    own = Path(__file__).parent
+    found = hashlib.sha256()
+    for file in sorted([*own.glob("*.py"), *own.parent.glob("*.py")]):
+        found.update(file.read_bytes())
+    return found.digest()
+
+
 def kernel(function: Any) -> Kernel:
     """Compile ``function(begin, end, a, b, c, d)``, whose units do not depend on each other, when it is first called."""
-    return Kernel(njit(cache=True, nogil=True, error_model="numpy")(function))
+    serial: Any = njit(cache=True, nogil=True, error_model="numpy")(function)
+    # Numba takes what it has kept as long as the function's own file is the same, which an upgrade may leave as it was. Most
+    # of a kernel lies in other files.
+    file = getattr(getattr(serial, "_cache", None), "_cache_file", None)  # None where nothing can be kept
+    if file is not None:
+        file._source_stamp = file._source_stamp, _sources()
+    return Kernel(serial)

@@ -36,6 +36,8 @@ _READ = {torch.float32: (torch.float32,), torch.bfloat16: (torch.float32, torch.
 COMPARED = 1 << 26
 # Rows and columns of a filter at most.
 MOST = 7
+# A float32 to which nothing below 64 adds anything.
+LOSES = 2.0**30
 # In contiguous memory, numbers of an output, and windows in a register, from which on one kernel is faster.
 LARGE, FULL = 3 << 19, 0.75 * LANES
 
@@ -71,7 +73,7 @@ class Convolution(NamedTuple):
         return torch.bfloat16 if self.narrow else torch.float32
 
     def as_read(self, x: Tensor) -> Tensor:
-        """What is multiplied of frames [G, N, C_in, H, W] or filters [C, C_in, high, wide], as the kernel reads it.
+        """What is multiplied of frames [G, N, C_in, H, W] or filters [C, C_in, high, wide], as the kernel has it.
 
         Pairs of channels count as one, with zeros where there is no second.
         """
@@ -158,27 +160,34 @@ def _is_torchs(conv: Convolution, filters: Tensor, options: Sequence[Any], shape
     if found is None:
         if len(_FOUND) >= KEPT:
             _FOUND.clear()
-        draws = (_like_normal, _cancelling) if conv.narrow else (_like_normal,)
+        draws = (_like_normal, *((_cancelling, _smallest) if conv.narrow else ()))
         found = _FOUND[key] = all(_differing(conv, samples, filters, options, draw) == 0 for draw in draws)
     return found
 
 
-def _like_normal(frames: Tensor, filters: Tensor, random: torch.Generator) -> None:
+def _like_normal(frames: Tensor, filters: Tensor, bias: Tensor, random: torch.Generator) -> None:
     """Draw the numbers that convolutions are compared on."""
-    frames.normal_(generator=random)
+    for some in (frames, filters, bias):
+        some.normal_(generator=random)
+
+
+def _smallest(frames: Tensor, filters: Tensor, bias: Tensor, random: torch.Generator) -> None:
+    """Draw drives of about the smallest numbers, which processors make zeros of in bfloat16: the bias of empty frames."""
+    frames.zero_()
     filters.normal_(generator=random)
+    bias.normal_(generator=random).mul_(torch.finfo(torch.float32).tiny)
 
 
-def _cancelling(frames: Tensor, filters: Tensor, random: torch.Generator) -> None:
+def _cancelling(frames: Tensor, filters: Tensor, bias: Tensor, random: torch.Generator) -> None:
     """Draw numbers whose order of additions shows in a sum that is rounded to bfloat16, as it hardly ever does in others'.
 
-    Frames are of ones. Filters are numbers from 2^-20 to 2^20 and their opposites, anywhere: what is left of a sum is what
-    roundings on the way made.
+    Frames are of ones. In each filter one number, anywhere, is so large that what is added to it is lost until its opposite
+    comes: of two orders one loses something that the other keeps, and all that is kept shows.
     """
+    bias.normal_(generator=random)
     frames.fill_(1.0)
-    flat = torch.rand(filters.shape, generator=random, device="cpu").flatten(1).mul(40).sub(20).exp2().bfloat16().float()
-    half = flat.shape[1] // 2
-    flat[:, half : 2 * half] = -flat[:, :half]
+    flat = torch.rand(filters.shape, generator=random, device="cpu").flatten(1).add(1)
+    flat[:, :1], flat[:, 1:2] = LOSES, -LOSES
     places = torch.rand(flat.shape, generator=random, device="cpu").argsort(1)
     filters.copy_(flat.gather(1, places).view(filters.shape))
 
@@ -189,9 +198,9 @@ def _differing(conv: Convolution, samples: int, filters: Tensor, options: Sequen
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         sizes = samples, conv.inputs, conv.height, conv.width
         x, w = torch.empty_strided(sizes, conv.strides), torch.empty_strided(filters.shape, filters.stride())
-        draw(x, w, random)
-        bias = torch.empty(len(w), device="cpu").normal_(generator=random) if conv.biased else None
-        x, w, bias = x.to(conv.dtype), w.to(conv.dtype), None if bias is None else bias.to(conv.dtype)
+        more = torch.empty(len(w), device="cpu")
+        draw(x, w, more, random)
+        x, w, bias = x.to(conv.dtype), w.to(conv.dtype), more.to(conv.dtype) if conv.biased else None
         y = torch.conv2d(x, w, bias, *options)
     if not y.is_contiguous(memory_format=torch.channels_last if conv.last else torch.contiguous_format):
         return y.numel()

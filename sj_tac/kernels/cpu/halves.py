@@ -1,7 +1,7 @@
 """bfloat16 for Numba, which has no such type: its bits as int16, widened to float32 as they are read, rounded as written.
 
 A bfloat16 is the upper half of a float32. Rounding is to the nearest, ties to even, as torch's: by integers, because the
-processors' own instruction makes zeros of the smallest numbers.
+processors' own instruction makes zeros of the smallest numbers, as torch does of the drives of convolutions alone.
 
 A convolution in bfloat16 takes two input channels at a time, as processors that compute in it do: both numbers in an int32.
 """
@@ -19,8 +19,8 @@ from numba.extending import intrinsic, overload
 
 # The names by which LLVM knows that a processor computes so, in registers of 16 numbers.
 _NEEDS = "avx512f", "avx512bf16"
-# Half of what is cut off, and the bits of "not a number".
-_HALF, _NAN = 0x7FFF, 0x7FC0
+# Half of what is cut off, the bits of "not a number", and those of the smallest float32 with all of its precision.
+_HALF, _NAN, _SMALLEST = 0x7FFF, 0x7FC0, 0x00800000
 
 
 def widened(x: Any) -> Any:
@@ -63,20 +63,26 @@ def upper_half(builder: Any, value: Any) -> Any:
 
 
 def nearest(builder: Any, value: Any) -> Any:
-    """The bfloat16 nearest to a register of float32, each as the float32 that it is."""
-    return _as_float32(builder, upper_half(builder, value))
+    """The bfloat16 nearest to a register of float32, each as the float32 that it is: of the smallest numbers, a zero.
+
+    As the processor's own instruction has them, by which convolutions round.
+    """
+    bits = upper_half(builder, value)
+
+    def constant(number: int) -> Any:
+        return ir.Constant(bits.type, [number] * bits.type.count)
+
+    whole = builder.bitcast(value, bits.type)
+    small = builder.icmp_unsigned("<", builder.and_(whole, constant(0x7FFFFFFF)), constant(_SMALLEST))
+    zero = builder.and_(whole, constant(0x80000000))
+    return builder.bitcast(builder.select(small, zero, builder.shl(bits, constant(16))), value.type)
 
 
 def lower_half_cut(builder: Any, bits: Any) -> Any:
     """The float32 that a register of bfloat16 stand for, as int16."""
-    return _as_float32(builder, builder.zext(bits, ir.VectorType(ir.IntType(32), bits.type.count)))
-
-
-def _as_float32(builder: Any, upper: Any) -> Any:
-    """A register of float32 of the upper halves of their bits."""
-    lanes = upper.type.count
-    bits = builder.shl(upper, ir.Constant(upper.type, [16] * lanes))
-    return builder.bitcast(bits, ir.VectorType(ir.FloatType(), lanes))
+    lanes = bits.type.count
+    whole = builder.zext(bits, ir.VectorType(ir.IntType(32), lanes))
+    return builder.bitcast(builder.shl(whole, ir.Constant(whole.type, [16] * lanes)), ir.VectorType(ir.FloatType(), lanes))
 
 
 @cache
