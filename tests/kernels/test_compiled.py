@@ -121,6 +121,32 @@ def test_kernels_that_are_left_as_python_run_alone(monkeypatch):
     assert done.stdout.split() == ["1.0", "2.0"], done.stderr
 
 
+FIRE = """
+import torch
+from spikingjelly.activation_based import layer, neuron
+from sj_tac.kernels import fire
+from sj_tac.kernels.cpu.launches import Launch
+torch.manual_seed(0)
+same = []
+for format in (torch.contiguous_format, torch.channels_last):
+    for pool in (None, layer.MaxPool2d(2)):
+        for dtype in (torch.float32, torch.bfloat16):
+            y = (torch.randn(2, 5, 5, 4) + 0.3).to(dtype, memory_format=format)[:, None]
+            norm = torch.rand(5) + 0.5, torch.rand(5)
+            call = fire.Call(y, neuron.LIFNode(step_mode="m"), [2, 1], None, None, *norm, pool, torch.rand(3), 2)
+            with torch.no_grad():
+                expected, found = fire.run_reference(call, None), Launch(fire.operands(call, None))(y, None, None, norm)
+            same += [torch.equal(a, b) for a, b in zip(expected, found)]
+print(len(same), all(same), float(expected[0].float().mean()) > 0.02)
+"""
+
+
+def test_fire_is_the_same_where_kernels_are_left_as_python(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FIRE], check=False, capture_output=True, text=True)
+    assert done.stdout.split() == ["16", "True", "True"], done.stderr
+
+
 SUM = """
 import numpy as np
 from sj_tac.kernels.cpu import aggregate

@@ -11,10 +11,10 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from numba.np import arrayobj
 
-from sj_tac.kernels.cpu.halves import lower_half_cut, upper_half
+from sj_tac.kernels.cpu.halves import lower_half_cut, narrowed, upper_half, widened
 
 
 def _has_wide_registers() -> bool:
@@ -31,17 +31,12 @@ _WHOLE = ir.IntType(64)
 
 
 def _moving(is_mapped: bool) -> Any:
-    """What Numba compiles: ``n`` numbers of ``source`` from ``start`` on, to ``out`` from ``at`` on.
-
-    As often as ``runs`` says first, the second and third being how far it is from one start to the next. ``is_mapped``: by
-    the scale and the shift of a channel each, from ``channel`` on. bfloat16 as in halves.py. The arrays do not overlap: the
-    last register may move what the one before it did.
-    """
+    """What Numba compiles ``move`` or ``move_mapped`` to: the last register of a run may move what the one before it did."""
 
     @intrinsic
-    def move(_typing, source, start, out, at, n, affine, channel, runs):
+    def moving(_typing, source, start, out, at, affine, channel, runs):
         def codegen(context, builder, signature, values):
-            names = "source", "start", "out", "at", "n", "affine", "channel", "runs"
+            names = "source", "start", "out", "at", "affine", "channel", "runs"
             of = dict(zip(names, zip(signature.args, values, strict=True), strict=True))
 
             def data(kind: Any, value: Any) -> Any:
@@ -57,8 +52,8 @@ def _moving(is_mapped: bool) -> Any:
                 data(*x) for x in (of["source"], of["out"], item("affine", 0), item("affine", 1))
             )
             of_read, of_written, of_factors = (context.get_value_type(kind.dtype) for kind in (source, out, affine[0]))
-            first, to, count, place = (whole(*of[name]) for name in ("start", "at", "n", "channel"))
-            times, apart, out_apart = (whole(*item("runs", i)) for i in range(3))
+            first, to, place = (whole(*of[name]) for name in ("start", "at", "channel"))
+            count, times, apart, out_apart = (whole(*item("runs", i)) for i in range(4))
 
             def emit(here: Any, there: Any, begin: Any, lanes: int) -> None:
                 """Move so many numbers that lie side by side."""
@@ -96,9 +91,45 @@ def _moving(is_mapped: bool) -> Any:
                             begin, half = builder.add(begin, part), half // 2
             return context.get_dummy_value()
 
-        return types.void(source, start, out, at, n, affine, channel, runs), codegen
+        return types.void(source, start, out, at, affine, channel, runs), codegen
 
-    return move
+    return moving
 
 
-move, move_mapped = _moving(False), _moving(True)
+_move, _move_mapped = _moving(False), _moving(True)
+
+
+def move(source: Any, start: Any, out: Any, at: Any, affine: Any, channel: Any, runs: Any) -> None:
+    """Runs of numbers of ``source`` from ``start`` on, to ``out`` from ``at`` on; the arrays do not overlap.
+
+    Args:
+        runs: numbers of each, how many there are, and how far it is from one to the next in ``source`` and in ``out``.
+        affine, channel: as ``move_mapped``'s, and not read. bfloat16 as in halves.py.
+    """
+    _one_by_one(lambda x, _: x, (source, start), (out, at), runs)
+
+
+def move_mapped(source: Any, start: Any, out: Any, at: Any, affine: Any, channel: Any, runs: Any) -> None:
+    """``move``, by a scale and a shift for each number of a run, from ``channel`` on."""
+    scale, shift = affine
+    _one_by_one(lambda x, j: x * scale[channel + j] + shift[channel + j], (source, start), (out, at), runs)
+
+
+def _one_by_one(changed: Any, of: Any, to: Any, runs: Any) -> None:
+    """What is not compiled."""
+    n, many, apart, out_apart = (int(x) for x in runs)
+    (source, start), (out, at) = of, to
+    for run in range(many):
+        for j in range(n):
+            x = widened(source[int(start) + run * apart + j])
+            out[int(at) + run * out_apart + j] = narrowed(changed(x, j), out)
+
+
+@overload(move)
+def _moves(source, start, out, at, affine, channel, runs):
+    return lambda source, start, out, at, affine, channel, runs: _move(source, start, out, at, affine, channel, runs)
+
+
+@overload(move_mapped)
+def _moves_mapped(source, start, out, at, affine, channel, runs):
+    return lambda source, start, out, at, affine, channel, runs: _move_mapped(source, start, out, at, affine, channel, runs)

@@ -14,24 +14,21 @@ from sj_tac.kernels.cpu.prefetch import LINE, prefetch, prefetch_to_write
 from sj_tac.kernels.cpu.registers import move, move_mapped
 from sj_tac.kernels.cpu.steps import FIRST, lean, making
 
-# One run, for what moves several.
-ONCE = 1, 0, 0
-
 
 # Unsigned positions need no check for negative ones, which would keep the loops from being vectorised.
 @lean()
 def copy(source, start, out, at, n):
     """``n`` numbers that lie side by side, from or to bfloat16 where an array is of that."""
-    move(source, start, out, at, n, (source, source), FIRST, ONCE)
+    move(source, start, out, at, (source, source), FIRST, (n, 1, 0, 0))
 
 
 @lean()
-def _read_runs(source, start, out, at, n, affine, channel, runs):
+def _read_runs(source, start, out, at, affine, channel, runs):
     """Runs of neurons in channels_last, as ``registers.move`` takes them, through the map where there is one."""
     if affine[0].size == 0:
-        move(source, start, out, at, n, affine, channel, runs)
+        move(source, start, out, at, affine, channel, runs)
     else:
-        move_mapped(source, start, out, at, n, affine, channel, runs)
+        move_mapped(source, start, out, at, affine, channel, runs)
 
 
 @lean()
@@ -39,7 +36,7 @@ def _read(source, start, out, at, n, affine, channel, last):
     """Neurons side by side, through the BatchNorm's affine map where there is one."""
     scale, shift = affine
     if scale.size == 0 or last:
-        _read_runs(source, start, out, at, n, affine, channel, ONCE)
+        _read_runs(source, start, out, at, affine, channel, (n, 1, 0, 0))
     else:
         factor, offset = scale[channel], shift[channel]
         for j in range(n):
@@ -182,7 +179,7 @@ def load(source, offset, begin, end, out, at, affine, layout):
             many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                _read_runs(source, p, out, q, n, affine, c, (many, to_run, n))
+                _read_runs(source, p, out, q, affine, c, (n, many, to_run, n))
             i += many - 1
             slot += (many - 1) * n
         else:
@@ -257,7 +254,7 @@ def store(source, at, out, offset, begin, end, layout):
             many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                move(source, q, out, p, n, (source, source), FIRST, (many, n, to_run))
+                move(source, q, out, p, (source, source), FIRST, (n, many, n, to_run))
             i += many - 1
             slot += (many - 1) * n
         else:
