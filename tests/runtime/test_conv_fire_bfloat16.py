@@ -159,6 +159,31 @@ def test_parameters_that_are_written_within_a_region_are_read_as_autocast_has_th
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["float32", *WAYS])
+def test_other_default_dtypes_and_devices(way, monkeypatch):
+    net, x = narrow(way, source())
+    needs_the_kernel(way, net, x)
+    expected = None
+    try:
+        for dtype, device in ((torch.float32, None), (torch.float64, None), (torch.float32, "meta")):
+            monkeypatch.setattr(conv_launches, "_FOUND", {})
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
+            functional.reset_net(net)
+            before = count()
+            with calling(way):
+                found = net(x).clone(), net[2].v.clone()
+            assert count() == before + 1
+            expected = expected or found
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours.dtype is theirs.dtype
+                assert torch.equal(ours, theirs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_gradients_are_the_convolutions_own():
     net, x = narrow("autocast", source())
     needs_the_kernel("autocast", net, x)

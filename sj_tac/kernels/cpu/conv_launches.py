@@ -197,8 +197,9 @@ def _differing(conv: Convolution, samples: int, filters: Tensor, options: Sequen
     random = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         sizes = samples, conv.inputs, conv.height, conv.width
-        x, w = torch.empty_strided(sizes, conv.strides), torch.empty_strided(filters.shape, filters.stride())
-        more = torch.empty(len(w), device="cpu")
+        x = torch.empty_strided(sizes, conv.strides, dtype=torch.float32, device="cpu")
+        w = torch.empty_strided(filters.shape, filters.stride(), dtype=torch.float32, device="cpu")
+        more = torch.empty(len(w), dtype=torch.float32, device="cpu")
         draw(x, w, more, random)
         x, w, bias = x.to(conv.dtype), w.to(conv.dtype), more.to(conv.dtype) if conv.biased else None
         y = torch.conv2d(x, w, bias, *options)
@@ -324,7 +325,8 @@ class ConvLaunch(Launch):
         voltages = self.none if v0 is None else flat(v0, self.last, frames)
         assert scales.size == shifts.size == (self.affine and self.affine + LANES)
         assert voltages.size in (0, self.frame)
-        out, v = torch.empty(self.out, dtype=self.dtype, device="cpu"), torch.empty(self.v, device="cpu")
+        # Whatever the default dtype is.
+        out, v = (torch.empty(n, dtype=d, device="cpu") for n, d in ((self.out, self.dtype), (self.v, torch.float32)))
         put_out = (out.view(torch.int16) if self.dtype is torch.bfloat16 else out).numpy().reshape(-1)
         inputs: Any = ConvolvedInputs if isinstance(source, Convolved) else SlidInputs
         read = inputs(*source, self.none, scales, shifts, voltages, *self.rest)
