@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numba import njit
 
 from sj_tac.kernels.cpu import aggregate
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.geometry import PITCH, room
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +28,28 @@ def test_threads_share_all_pieces(threads, pieces):
     aggregate.forward.parallel(threads, pieces, x, weights, 2, shared)
     assert np.array_equal(alone, shared)
     np.testing.assert_allclose(alone, np.stack([x[0] + 2 * x[1], 3 * x[2]]), rtol=1e-6, atol=1e-6)
+
+
+@njit
+def _compiled_room(regions, like):
+    numbers = room(regions, like)
+    return numbers.ctypes.data, numbers
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_regions_of_a_buffer_begin_with_cache_lines_that_differ_in_their_last_twelve_bits(dtype):
+    like, others = np.empty(1, dtype), []
+    for size in range(1, 4000, 97):
+        others.append(np.empty(size, np.uint8))
+        at, numbers = _compiled_room(4, like)
+        alone = room.py_func(4, like)
+        for data, found in ((at, numbers), (alone.ctypes.data, alone)):
+            assert (found.dtype, found.size) == (dtype, 4 * PITCH)
+            assert not found.any()
+            places = [(data + i * PITCH * found.itemsize) % 4096 for i in range(4)]
+            assert all(place % 64 == 0 for place in places)
+            assert all(64 < abs(a - b) < 4032 for a in places for b in places if a != b)
+            assert len(set(places)) == 4
 
 
 def _fill(begin, end, a, b, c, d):

@@ -8,7 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.geometry import TILE, counts, following, geometry, in_windows, is_odd, locate, of_odd_maps
+from sj_tac.kernels.cpu.geometry import (
+    PITCH,
+    TILE,
+    counts,
+    following,
+    geometry,
+    in_windows,
+    is_odd,
+    locate,
+    of_odd_maps,
+    room,
+)
 from sj_tac.kernels.cpu.halves import widened
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
@@ -32,7 +43,7 @@ from sj_tac.kernels.cpu.tiles import ask_for, ask_for_output, load, put_out, rep
 
 # Where what lies in the buffer, four corners each.
 SPAN = 4 * TILE
-X, V, CARRY, GX, GS, SG, Y, FIRED, BEGIN = (np.intp(i * SPAN) for i in range(9))
+X, V, CARRY, GX, GS, SG, Y, FIRED, BEGIN = (np.intp(i * PITCH) for i in range(9))
 REGIONS = 9
 
 
@@ -207,7 +218,8 @@ def backward(begin, end, arriving, slopes, layout, gradients):
     for g in range(lengths.size):
         steps += lengths[g]
     affine, none, sums = (repeated(scale, layout), repeated(shift, layout)), (scale[:0], shift[:0]), (g_scale, g_shift)
-    b, h, slots = np.zeros(REGIONS * SPAN, gv.dtype), np.zeros((steps, SPAN), gv.dtype), np.empty(TILE, np.intp)
+    b = room(REGIONS + steps, gv)
+    h, slots = b[REGIONS * PITCH :].reshape((steps, PITCH)), np.empty(TILE, np.intp)
     for chunk in range(begin, end):
         limit = min((chunk + 1) * chunk_slots, total)
         for tile in range(chunk * chunk_slots, limit, capacity):
@@ -216,7 +228,7 @@ def backward(begin, end, arriving, slopes, layout, gradients):
             # All corners in one loop: of a tile that is not full, over the gaps between them, which are cleared.
             full = (corners - 1) * TILE + n
             if n < capacity:
-                b[:] = zero
+                b[: REGIONS * PITCH] = zero
             whole, first = put_out(tile, stop, slots, layout) if is_odd(layout) else (n, tile)
             b[V : V + SPAN] = rest
             # One call in a loop instead of two: the compiler copies `load` into every place that calls it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.geometry import TILE, counts, in_windows, is_odd
+from sj_tac.kernels.cpu.geometry import PITCH, TILE, counts, in_windows, is_odd, room
 from sj_tac.kernels.cpu.halves import narrowed
 from sj_tac.kernels.cpu.sources import ahead, bring
 from sj_tac.kernels.cpu.steps import (
@@ -34,7 +34,7 @@ from sj_tac.kernels.cpu.tiles import ask_for_output, copy, load, put_out, repeat
 
 # Where a tile's drives of a step (four corners), voltages, sums and, with a residual, drives of a group lie in the buffer.
 # Constants, so that the compiler knows that they do not overlap.
-X, V, SUM, DRIVE = (np.intp(i * 4 * TILE) for i in range(4))
+X, V, SUM, DRIVE = (np.intp(i * PITCH) for i in range(4))
 
 
 @lean()
@@ -93,7 +93,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
     lengths, linear, weights, group = inputs.lengths, inputs.linear, inputs.weights, inputs.group
     out, v_out = outputs
     rest, one, zero = neuron.rest, neuron.one, neuron.zero
-    b, slots = np.empty(4 * 4 * TILE, v_out.dtype), np.empty(TILE, np.intp)
+    b, slots = room(4, v_out), np.empty(TILE, np.intp)
     capacity = TILE if in_windows(layout) else 4 * TILE
     size = v_out.size
     _, emitted = counts(size, layout)
@@ -108,7 +108,7 @@ def forward(begin, end, inputs, neuron, layout, outputs):
         if v0.size:
             load(v0, FIRST, start, stop, b, V, none, layout)
         else:
-            b[V : 2 * V] = resting(rest, zero)
+            b[V : V + 4 * TILE] = resting(rest, zero)
         t = 0
         for g in range(lengths.size):
             bring(inputs, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)
