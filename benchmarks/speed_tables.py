@@ -82,4 +82,24 @@ def idioms(content: dict[str, Any]) -> str:
     return about + rows(["idiom", "SpikingJelly eager, ms", *ks], lines)
 
 
-TABLES = {"idioms": idioms, "measured": measured, "compared": compared, "steps": steps, "first_layer": first_layer}
+def bandwidth(content: dict[str, Any]) -> str:
+    """``fire`` beside a copy of as many bytes, by k, and what a neuron's step takes at the largest k."""
+    ks = [key.removeprefix("fire ") for key in content["rows"][0] if key.startswith("fire ")]
+
+    def cell(row: dict[str, Any], k: str) -> str:
+        fire, copy = row[f"fire {k}"], row[f"copy {k}"]
+        return f"{fire:.0f} / {copy:.0f} = {100 * fire / copy:.0f} %"
+
+    lines = [[row["name"], *(cell(row, k) for k in ks), f"{row[f'step {ks[-1]}']:.0f}"] for row in content["rows"]]
+    about = f"{_about(content)} Gigabytes a second of `fire` / of a copy.\n\n"
+    return about + rows(["128 channels, batch 4, T = 16", *ks, f"a step at {ks[-1]}, ps"], lines)
+
+
+TABLES = {
+    "bandwidth": bandwidth,
+    "idioms": idioms,
+    "measured": measured,
+    "compared": compared,
+    "steps": steps,
+    "first_layer": first_layer,
+}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import event_conv, results_page, sparsity
+from benchmarks import bandwidth, event_conv, results_page, sparsity
 from benchmarks.measure import RESULTS
 
 
@@ -29,6 +29,18 @@ def test_a_study_with_three_seeds_says_so():
         base = next(r for r in content["rows"] if r["name"] == "baseline" and r["how"] == "scratch")
         for row in content["rows"]:
             assert row["to_baseline"] == pytest.approx(row["accuracy"] - base["accuracy"]), (path, row["name"])
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_copy_moves_the_bytes_that_fire_reads_and_writes(dtype, number, k):
+    frame = bandwidth.BATCH * bandwidth.CHANNELS * 8 * 8
+    groups = bandwidth.STEPS // k
+    moved = groups * frame * number + groups * frame // 4 * number + frame * 4
+    timed = bandwidth.fired(8, k, True, True, dtype)
+    copy = bandwidth.copied(timed.moved)
+    assert timed.moved == moved
+    assert 2 * copy.call().numel() * 4 == moved
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.5, 1.0])
