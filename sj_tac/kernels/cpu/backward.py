@@ -41,7 +41,7 @@ from sj_tac.kernels.cpu.steps import (
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.cpu.tiles import ask_for, ask_for_output, load, put_out, repeated, store
 
-# Where what lies in the buffer, four corners each.
+# Where what lies in the buffer, four corners each; behind it all lie the charged voltages of every step.
 SPAN = 4 * TILE
 X, V, CARRY, GX, GS, SG, Y, FIRED, BEGIN = (np.intp(i * PITCH) for i in range(9))
 REGIONS = 9
