@@ -54,7 +54,7 @@ def test_it_is_the_neuron_of_any_rest_to_the_last_bit(name, pool, drives):
         launch = Launch(o)
         assert launch.neuron.rest is launch.neuron.high is None
         got = launch(y, None, None, (o.scale, o.shift))
-        launch.neuron = fire._neuron_of(o)
+        launch.neuron = type(launch.neuron)(*fire._neuron_of(o))
         assert launch.neuron.rest == launch.neuron.high == 0
         expected = launch(y, None, None, (o.scale, o.shift))
         # Once more from voltages that are not at rest.

@@ -7,9 +7,12 @@ the bits of bfloat16 instead, as int16, with float32 for the rest (see halves.py
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from sj_tac.host.neurons import ChargeMode
 
 Array = np.ndarray[Any, Any]
 Number = np.floating[Any]
@@ -156,8 +159,8 @@ class Arriving(NamedTuple):
 class Neuron(NamedTuple):
     """A neuron's step: a ChargeMode, tau (sigmoid(w) for a PLIF), and the limits of the voltage behind the reset.
 
-    For tiles, a neuron that resets hard to 0, as most do, has None for rest and high, which stand for 0 and for low: a type
-    of its own, for which steps are compiled with less in them.
+    For tiles, its type is one of ``NEURONS_OF_TILES``, and one that resets hard to 0, as most do, has None for rest and
+    high, which stand for 0 and for low: types of their own, for which steps are compiled with less in them.
     """
 
     mode: int
@@ -168,6 +171,19 @@ class Neuron(NamedTuple):
     high: Number
     one: Number
     zero: Number
+
+
+def _of_mode(mode: ChargeMode) -> Any:
+    """``Neuron`` as a type of its own for a mode: a kernel is compiled for the one that is used."""
+    made: Any = namedtuple(f"Neuron{mode.name}", Neuron._fields)  # type: ignore[misc]
+    made.as_type = (True,) * (1 + int(mode))  # type: ignore[attr-defined]  # see steps.py
+    return made
+
+
+# For tiles, by mode.
+NEURONS_OF_TILES = tuple(_of_mode(mode) for mode in sorted(ChargeMode))
+# By their names, too, as Numba's cache on disk finds them.
+NeuronLIF_DECAY, NeuronLIF, NeuronPLIF_DECAY, NeuronPLIF, NeuronIF, NeuronMERGED = NEURONS_OF_TILES
 
 
 class Slopes(NamedTuple):

@@ -21,6 +21,7 @@ from sj_tac.kernels.cpu import (
     surrogate,
 )
 from sj_tac.kernels.cpu.arguments import (
+    NEURONS_OF_TILES,
     Arriving,
     Gradients,
     Inputs,
@@ -61,7 +62,8 @@ def neuron_of_tiles(o: Operands) -> Neuron:
     neuron = _neuron_of(o)
     plain = o.hard and o.mode != ChargeMode.MERGED and o.rest == 0 and math.copysign(1.0, o.rest) > 0
     none: Any = None
-    return neuron._replace(rest=none, high=none) if plain else neuron
+    of_tiles: Neuron = NEURONS_OF_TILES[neuron.mode](*(neuron._replace(rest=none, high=none) if plain else neuron))
+    return of_tiles
 
 
 def _slopes(o: Operands) -> Slopes:

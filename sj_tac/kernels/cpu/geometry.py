@@ -101,6 +101,14 @@ def locate(slot, run, runs, channels):
 
 
 @lean()
+def begins_at(slot, layout):
+    """``locate`` of one slot, and in neurons where it lies in an even map."""
+    run, runs, to_line, to_run, to_slot, _, _ = geometry(layout)
+    place, i, line, channel = locate(slot, run, runs, layout.channels)
+    return (place, i, line, channel), line * to_line + i * to_run + place * to_slot
+
+
+@lean()
 def following(i, runs, line, channel, channels):
     """Run, line and channel of the next run: counted, because divisions would cost more than what is done with a run."""
     if i + 1 < runs:

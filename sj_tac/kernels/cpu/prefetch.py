@@ -21,19 +21,26 @@ def prefetch_to_write(array: Any, index: Any) -> None:
     """The same of a line that will be written."""
 
 
-def _fetching(write: int) -> Any:
-    """What Numba compiles either to: LLVM's own instruction, which never fails, wherever it points."""
+def fetch(builder: Any, data: Any, index: Any, writes: bool) -> None:
+    """LLVM's own instruction for either, which never fails, wherever it points.
 
+    What will be read comes into the second cache alone: frames of the steps of a tile lie at like places in as many pages,
+    for which the first has little room.
+    """
+    number = ir.IntType(32)
+    place = builder.bitcast(builder.gep(data, [index]), ir.IntType(8).as_pointer())
+    kinds = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kinds)
+    # Behind the place: to be written or not, how near it is kept, data.
+    builder.call(function, [place, number(int(writes)), number(3 if writes else 2), number(1)])
+
+
+def _fetching(writes: bool) -> Any:
     @intrinsic
     def fetching(_typing, array, index):
         def codegen(context, builder, signature, values):
             data = arrayobj.make_array(signature.args[0])(context, builder, values[0]).data  # type: ignore[no-untyped-call]
-            number = ir.IntType(32)
-            place = builder.bitcast(builder.gep(data, [values[1]]), ir.IntType(8).as_pointer())
-            kinds = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
-            fetch = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kinds)
-            # Behind the place: to be written or not, to be kept near, data.
-            builder.call(fetch, [place, number(write), number(3), number(1)])
+            fetch(builder, data, values[1], writes)
             return context.get_dummy_value()
 
         return types.void(array, types.intp), codegen
@@ -41,7 +48,7 @@ def _fetching(write: int) -> Any:
     return fetching
 
 
-_read, _write = _fetching(0), _fetching(1)
+_read, _write = _fetching(False), _fetching(True)
 
 
 @overload(prefetch)

@@ -11,7 +11,7 @@ import numpy as np
 from sj_tac.kernels.cpu.geometry import TILE, edge, following, geometry, in_windows, is_odd, locate, of_odd_maps, together
 from sj_tac.kernels.cpu.halves import narrowed, widened
 from sj_tac.kernels.cpu.prefetch import LINE, prefetch, prefetch_to_write
-from sj_tac.kernels.cpu.registers import move, move_mapped
+from sj_tac.kernels.cpu.registers import LANES, move, move_mapped
 from sj_tac.kernels.cpu.steps import FIRST, lean, making
 
 
@@ -133,6 +133,17 @@ def repeated(numbers, layout):
     for i in range(made.size):
         made[i] = numbers[channel]
         channel = channel + 1 if channel + 1 < layout.channels else 0
+    return made
+
+
+@making()
+def for_registers(numbers, repeats, layout):
+    """Scale or shift as ``stepping.stepped`` takes them: ``repeated``, or each channel's once for every lane."""
+    if in_windows(layout) or layout.last:
+        return repeats
+    made = np.empty(LANES * numbers.size, numbers.dtype)
+    for i in range(made.size):
+        made[i] = numbers[i // LANES]
     return made
 
 
