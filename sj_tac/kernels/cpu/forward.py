@@ -85,7 +85,7 @@ def _tiles(part, inputs, neuron, layout, outputs, buffers, affine, by_register):
                     step_there(inputs, drive, tile, b, by_register, to, span, (neuron, layout))
                 else:
                     read = b, X, TILE, 2 * TILE, n, 1, 0, 0
-                    stepped(b, (0, put, next_put), read, (*none, 0, 0), out, span, neuron, layout)
+                    stepped(b, (0, put, next_put), read, (*none, 0, 0), out, span, (neuron, layout))
                 if is_odd(layout) and ends:
                     _scatter(b, slots, whole, out, put)
                 t = behind

@@ -89,7 +89,7 @@ def _step_there(source, drive, tile, b, affine, to, span, of):
 
 @lean(forceinline=True)
 def _steps_there(y, drive, tile, b, affine, to, span, of):
-    (offset, next_one), (out, put, next_put), (neuron, layout) = drive, to, of
+    (offset, next_one), (out, put, next_put), (_, layout) = drive, to, of
     (scale, shift), channels = affine, layout.channels
     begin, end, (place, i, line, channel) = tile
     run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
@@ -105,7 +105,7 @@ def _steps_there(y, drive, tile, b, affine, to, span, of):
             many, start = together(place, i, n, end - slot, layout), offset + line * to_line + i * to_run + place * to_slot
             by = scale, shift, place, 1
         read = y, start, right, below, n, many, to_run, next_one
-        stepped(b, (at, put + at, next_put), read, by, out, span, neuron, layout)
+        stepped(b, (at, put + at, next_put), read, by, out, span, of)
         i += many - 1
         slot, place = slot + many * n, 0
         i, line, channel = following(i, runs, line, channel, channels)

@@ -137,7 +137,7 @@ class _Emitter:
     """What ``stepped`` is compiled to: its operands as LLVM's values, and the code for a block."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, values: Any) -> None:
-        names = "b", "at", "read", "affine", "out", "span", "neuron", "layout"
+        names = "b", "at", "read", "affine", "out", "span", "of"
         of = dict(zip(names, zip(kinds, values, strict=True), strict=True))
 
         def array(kind: Any, value: Any) -> Any:
@@ -154,8 +154,9 @@ class _Emitter:
             return builder.icmp_signed("!=", x, _constant(0))
 
         self.builder, self.every = builder, _Lanes(builder)
-        self.in_windows = len(of["layout"][0]) > len(Neurons._fields)
-        self.mode = of["neuron"][0].instance_class.as_type
+        (of_neuron, neuron), (layout, _) = item("of", 0), item("of", 1)
+        self.in_windows = len(layout) > len(Neurons._fields)
+        self.mode = of_neuron.instance_class.as_type
         self.buffer, self.out = array(*of["b"]).data, array(*of["out"]).data
         self.place, self.put, self.next_put = (whole("at", i) for i in range(3))
         self.source = array(*item("read", 0)).data
@@ -168,13 +169,13 @@ class _Emitter:
         self.asks, self.asks_out = is_given(self.next_one), is_given(self.next_put)
         self.numbers = {}
         for i, name in enumerate(Neuron._fields):
-            kind, value = item("neuron", i)
-            if name != "mode" and not isinstance(kind, types.NoneType):
-                self.numbers[name] = self.every.spread(value)
+            if name != "mode" and not isinstance(of_neuron[i], types.NoneType):
+                self.numbers[name] = self.every.spread(builder.extract_value(neuron, i))
         for i, name in enumerate(("decay", "gain"), 5):
             self.numbers[name] = self.every.spread(item("span", i)[1])
         # The weights of all steps, or one for each.
-        one = cgutils.alloca_once_value(builder, item("neuron", Neuron._fields.index("one"))[1])  # type: ignore[no-untyped-call]
+        number = builder.extract_value(neuron, Neuron._fields.index("one"))
+        one = cgutils.alloca_once_value(builder, number)  # type: ignore[no-untyped-call]
         self.weights = builder.select(is_given(weights.nitems), builder.gep(weights.data, [first]), one)
         self.to_next_weight = builder.zext(is_given(weights.nitems), _WHOLE)
 
@@ -281,15 +282,15 @@ class _Emitter:
 
 
 @intrinsic
-def _stepping(_typing, b, at, read, affine, out, span, neuron, layout):
+def _stepping(_typing, b, at, read, affine, out, span, of):
     def codegen(context, builder, signature, values):
         _Emitter(context, builder, signature.args, values).emit()
         return context.get_dummy_value()
 
-    return types.void(b, at, read, affine, out, span, neuron, layout), codegen
+    return types.void(b, at, read, affine, out, span, of), codegen
 
 
-def stepped(b: Any, at: Any, read: Any, affine: Any, out: Any, span: Any, neuron: Any, layout: Any) -> None:
+def stepped(b: Any, at: Any, read: Any, affine: Any, out: Any, span: Any, of: Any) -> None:
     """Some steps of neurons, or windows, on one drive.
 
     Args:
@@ -303,10 +304,11 @@ def stepped(b: Any, at: Any, read: Any, affine: Any, out: Any, span: Any, neuron
         out: what sums are put into as they end.
         span: weights of all steps, or none; the first step, and how many; whether sums begin, and end, with these; decay
             and gain of the drive.
-        neuron: one of ``NEURONS_OF_TILES``; layout: Neurons, Windows or OddWindows.
+        of: one of ``NEURONS_OF_TILES``; and Neurons, Windows or OddWindows.
     """
     (place, out_place, _), (source, start, right, below, count, many, apart, _) = at, read
     (scale, shift, channel, along), (weights, first, steps, begins, ends, decay, gain) = affine, span
+    neuron, layout = of
     mode = type(neuron).as_type
     corners = (0, right, below, right + below) if len(layout) > len(Neurons._fields) else (0,)
     for run, j in np.ndindex(int(many), int(count)):
@@ -328,7 +330,5 @@ def stepped(b: Any, at: Any, read: Any, affine: Any, out: Any, span: Any, neuron
 
 
 @overload(stepped)
-def _stepped(b, at, read, affine, out, span, neuron, layout):
-    return lambda b, at, read, affine, out, span, neuron, layout: _stepping(  # type: ignore[call-arg]
-        b, at, read, affine, out, span, neuron, layout
-    )
+def _stepped(b, at, read, affine, out, span, of):
+    return lambda b, at, read, affine, out, span, of: _stepping(b, at, read, affine, out, span, of)  # type: ignore[call-arg]
