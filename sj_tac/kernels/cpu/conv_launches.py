@@ -19,7 +19,8 @@ from numba import config
 from torch import Tensor
 
 from sj_tac.kernels.cpu import forward, halves, sources
-from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, OddWindows, Outputs, Slid, SlidInputs, Windows
+from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, OddWindows, Outputs, SlidInputs, Windows
+from sj_tac.kernels.cpu.conv_sources import source_of, with_room
 from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.threads import flat, share
@@ -225,66 +226,6 @@ def differing(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor |
     return int(np.count_nonzero(found))
 
 
-def source_of(
-    conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]
-) -> Convolved | Slid:
-    """What the kernel reads; ``map_``: size of the output."""
-    map_ = [size + size % 2 for size in map_]  # windows of 2 x 2 at the edge of an odd map are whole
-    more = None if bias is None else bias.detach().to(conv.dtype).float()
-    return (_convolved if conv.last else _slid)(conv, conv.as_read(frames), conv.as_read(filters.detach()), more, map_)
-
-
-def _slid(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]) -> Slid:
-    """``source_of``, contiguous."""
-    rows, columns = map_
-    groups, batch, inputs, height, width = frames.shape
-    high = max(height + conv.above, rows - 1 + conv.high)
-    half = (max(width + conv.before, columns - 1 + conv.wide) + 1) // 2
-    # Registers without slots read a whole one, too.
-    room = frames.new_zeros(groups * batch * inputs * high * 2 * half + LANES)
-    put = room[:-LANES].view(groups, batch, inputs, high, 2, half)
-    for odd in (0, 1):
-        first = (odd - conv.before) % 2
-        some, begin = frames[..., first::2], (first + conv.before) // 2
-        put[:, :, :, conv.above : conv.above + height, odd, begin : begin + some.shape[-1]] = some
-    more = np.empty(0, np.float32) if bias is None else bias.contiguous().numpy()
-    of_input = high * 2 * half
-    return Slid(
-        room.numpy(), filters.permute(0, 2, 3, 1).contiguous().numpy().reshape(-1), more, conv.high, conv.wide, inputs,
-        inputs * of_input, of_input, 4 * half, 2 * half, half,
-    )  # fmt: skip
-
-
-def _convolved(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor | None, map_: Sequence[int]) -> Convolved:
-    """``source_of``, channels_last."""
-    (rows, columns), inputs = map_, frames.shape[2]
-    high = max(conv.height + conv.above, (rows - 1) * conv.down + conv.high)
-    wide = max(conv.width + conv.before, (columns - 1) * conv.along + conv.wide)
-    inside = frames.movedim(2, -1)
-    if (high, wide) != (conv.height, conv.width):
-        room = frames.new_zeros(*frames.shape[:2], high, wide, inputs)
-        room[:, :, conv.above : conv.above + conv.height, conv.before : conv.before + conv.width] = inside
-        inside = room
-    rows_of = filters.new_zeros(filters.numel() + LANES)
-    lines, line, taps, tap = conv.high, wide * inputs, conv.wide * inputs, 1
-    order = 2, 3, 1, 0
-    if conv.by_columns:
-        lines, line, taps, tap, order = conv.wide, 1, conv.high, wide, (3, 2, 1, 0)
-    ordered = filters.permute(order)
-    rows_of[:-LANES].view(ordered.shape).copy_(ordered)
-    return Convolved(
-        inside.contiguous().numpy().reshape(-1), rows_of.numpy(), _with_room(bias), inputs, high, wide,
-        lines, line, taps, tap, conv.down, conv.along,
-    )  # fmt: skip
-
-
-def _with_room(x: Tensor | None) -> Any:
-    """Numbers of channels, and behind them as many as a register may read."""
-    if x is None:
-        return np.empty(0, np.float32)
-    return np.concatenate([x.detach().float().numpy(), np.zeros(LANES)], dtype=np.float32)
-
-
 class ConvLaunch(Launch):
     """Convolution and ``fire`` for operands like those it was made of; numbers in tensors may be others."""
 
@@ -321,7 +262,7 @@ class ConvLaunch(Launch):
         assert bias is None or bias.shape == self.filters[:1]
         assert self.conv.narrow or all(x is None or x.dtype is torch.float32 for x in y)
         source = source_of(self.conv, frames, filters, bias, self.map)
-        scales, shifts = (_with_room(x) for x in affine)
+        scales, shifts = (with_room(x) for x in affine)
         voltages = self.none if v0 is None else flat(v0, self.last, frames)
         assert scales.size == shifts.size == (self.affine and self.affine + LANES)
         assert voltages.size in (0, self.frame)
