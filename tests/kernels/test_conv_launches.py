@@ -43,6 +43,7 @@ def launch_of(call, of, stride, padding):
     """The launch for a ``kernels.Call`` whose drives are convolved of these, whatever torch's convolution does."""
     with pytest.MonkeyPatch.context() as patch:
         wanted = not call.y.is_contiguous()  # what is of one pixel or channel lies in both formats
+        patch.setattr(conv_launches, "_KINDS", {})
         patch.setattr(conv_launches, "_is_torchs", lambda conv, *_: conv.last is wanted)
         patch.setattr(conv_launches, "LARGE", 0)
         patch.setattr(conv_launches, "FULL", 0)
@@ -150,6 +151,7 @@ SHAPES = [
 @pytest.mark.parametrize("lie", ["frames", "filters", "both", "neither"])
 def test_where_the_check_says_so_drives_are_torchs_own(lie, shape, bias, density, monkeypatch):
     """On other numbers than the check's, with zeros among them; frames, filters, both or neither are channels_last."""
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "LARGE", 0)
     monkeypatch.setattr(conv_launches, "FULL", 0)
     inputs, outputs, kernel, stride, padding, frames = shape
@@ -183,6 +185,7 @@ SHAPE = (2, 2, 8, 8, 8)
 
 
 def torch_convolves(patch, convolve):
+    patch.setattr(conv_launches, "_KINDS", {})
     patch.setattr(conv_launches, "_FOUND", {})
     patch.setattr(torch, "conv2d", convolve)
 
@@ -264,6 +267,7 @@ def test_large_batches_are_checked_on_some_of_their_samples(monkeypatch):
     ],
 )
 def test_convolutions_that_the_kernel_does_not_know(change, options, shape, monkeypatch):
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
     of = dict(zip(("frames", "filters", "bias"), exact(), strict=True))
     assert conv_launches.convolution(**of, options=OPTIONS, shape=SHAPE)[:10] == (2, 8, 8, 3, 3, 1, 1, 1, 1, False)
@@ -271,6 +275,7 @@ def test_convolutions_that_the_kernel_does_not_know(change, options, shape, monk
 
 
 def test_either_frames_or_filters_are_channels_last(monkeypatch):
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
     x, w, _ = exact()
     for frames in (x, x.contiguous()):
@@ -284,6 +289,7 @@ def test_either_frames_or_filters_are_channels_last(monkeypatch):
 def test_one_channel_is_summed_as_torch_does(order, monkeypatch):
     """By columns where torch does so; by rows where it does not; not at all where it does neither."""
     tried = []
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda conv, *_: tried.append(conv) or conv.by_columns is order)
     frames, filters = torch.zeros(2, 2, 1, 8, 8), torch.zeros(8, 1, 3, 3).to(memory_format=torch.channels_last)
     found = conv_launches.convolution(frames, filters, None, OPTIONS, SHAPE)

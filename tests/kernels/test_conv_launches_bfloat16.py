@@ -47,6 +47,7 @@ def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
 @pytest.mark.parametrize("lie", ["both", "neither"])
 def test_where_the_check_says_so_drives_are_torchs_own(lie, shape, bias, density, monkeypatch):
     """On other numbers than the check's, with zeros among them."""
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "LARGE", 0)
     monkeypatch.setattr(conv_launches, "FULL", 0)
     inputs, outputs, kernel, stride, padding, frames = shape
@@ -157,6 +158,7 @@ def test_a_convolution_that_keeps_the_smallest_numbers_is_found(monkeypatch):
 def test_it_needs_a_processor_that_computes_so(monkeypatch):
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
     for can in (True, False):
+        monkeypatch.setattr(conv_launches, "_KINDS", {})
         monkeypatch.setattr(halves, "can_multiply_pairs", lambda can=can: can)
         assert (conv_launches.convolution(*exact(), OPTIONS, SHAPE, torch.bfloat16) is not None) is can
         assert conv_launches.convolution(*exact(), OPTIONS, SHAPE) is not None

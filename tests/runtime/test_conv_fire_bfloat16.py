@@ -53,6 +53,7 @@ def needs_the_kernel(way, net, x):
 @pytest.mark.parametrize("way", WAYS)
 def test_spikes_voltages_and_drives_are_the_same_without_the_kernel(way, node, pool, lies, k, monkeypatch):
     """Over two calls of other lengths; the second starts from the voltages of the first."""
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "LARGE", 0)
     monkeypatch.setattr(conv_launches, "FULL", 0)
     net, x = narrow(way, source(NEURONS[node], POOLS[pool], k == 2), k, lies)
@@ -167,6 +168,7 @@ def test_other_default_dtypes_and_devices(way, monkeypatch):
     expected = None
     try:
         for dtype, device in ((torch.float32, None), (torch.float64, None), (torch.float32, "meta")):
+            monkeypatch.setattr(conv_launches, "_KINDS", {})
             monkeypatch.setattr(conv_launches, "_FOUND", {})
             torch.set_default_dtype(dtype)
             torch.set_default_device(device)

@@ -76,6 +76,7 @@ def needs_the_kernel(net, x):
 @pytest.mark.parametrize("node", NEURONS)
 def test_spikes_voltages_and_drives_are_the_same_without_the_kernel(node, pool, last, k, monkeypatch):
     """Over two calls of other lengths; the second starts from the voltages of the first."""
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "LARGE", 0)
     monkeypatch.setattr(conv_launches, "FULL", 0)
     net = converted(source(NEURONS[node], POOLS[pool], k == 2), k, last=last)
@@ -145,6 +146,7 @@ def test_who_gets_no_kernel(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv(conv_fire.VARIABLE, "0")
         assert not taken(net, x)
+        patch.setattr(conv_launches, "_KINDS", {})
         patch.setattr(conv_launches, "_is_torchs", lambda *_: False)
         patch.delenv(conv_fire.VARIABLE)
         assert not taken(net, x)

@@ -65,6 +65,7 @@ def cpu(monkeypatch):
     monkeypatch.delenv(conv_fire.VARIABLE, raising=False)
     lying(monkeypatch, "channels_last")
     monkeypatch.setattr(deferred, "LARGE_FOR_ONE", 0)
+    monkeypatch.setattr(conv_launches, "_KINDS", {})
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
 
 

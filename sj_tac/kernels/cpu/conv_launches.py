@@ -28,8 +28,11 @@ from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import NO_POOL
 
-# Whether torch's convolution was found to be this one, by all that it depends on; how many of these are kept.
+# Whether torch's convolution was found to be this one, by all that it depends on; what was found for tensors of a kind; how
+# many of either are kept.
 _FOUND: dict[Any, bool] = {}
+_KINDS: dict[Any, Convolution | None] = {}
+_UNKNOWN: Any = object()
 KEPT = 256
 # What it computes in, and what it reads then.
 _READ = {torch.float32: (torch.float32,), torch.bfloat16: (torch.float32, torch.bfloat16)}
@@ -73,18 +76,6 @@ class Convolution(NamedTuple):
         """What it computes in, and its drives are of."""
         return torch.bfloat16 if self.narrow else torch.float32
 
-    def as_read(self, x: Tensor) -> Tensor:
-        """What is multiplied of frames [G, N, C_in, H, W] or filters [C, C_in, high, wide], as the kernel has it.
-
-        Pairs of channels count as one, with zeros where there is no second.
-        """
-        if not self.narrow:
-            return x
-        at = x.dim() - 3
-        pairs = x.new_zeros([*x.shape[:at], *x.shape[at + 1 :], self.inputs + self.inputs % 2], dtype=torch.bfloat16)
-        pairs[..., : self.inputs] = x.movedim(at, -1)
-        return pairs.view(torch.int32).movedim(-1, at)
-
 
 def convolution(
     frames: Tensor,
@@ -101,26 +92,50 @@ def convolution(
             torch.conv2d takes them; shape: of the output, [G, N, C, H, W]; dtype: what it computes in: float32, or bfloat16,
             to which numbers are rounded.
     """
+    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+        return None
+    threads, more = torch.get_num_threads(), None if bias is None else bias.dtype
+    key = (
+        frames.shape, frames.stride(), frames.dtype, filters.shape, filters.stride(), filters.dtype, more,
+        *options, *shape, dtype, threads, torch._C._get_mkldnn_enabled(), *_precision(),
+    )  # fmt: skip
+    found = _KINDS.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        if len(_KINDS) >= KEPT:
+            _KINDS.clear()
+        found = _KINDS[key] = _of_kind(frames, filters, bias, options, shape, dtype)
+    return found if found is not None and _are_finite(filters, found) else None
+
+
+def _are_finite(filters: Tensor, conv: Convolution) -> bool:
+    """The padding's zeros are multiplied as well, which adds nothing but where a weight is infinite or no number."""
+    return bool(filters.to(conv.dtype).isfinite().all() if conv.narrow else np.isfinite(filters.detach().numpy()).all())
+
+
+def _of_kind(
+    frames: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    options: Sequence[Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Convolution | None:
+    """``convolution`` of all tensors like these, whatever their numbers."""
     (down, along), (above, before), dilation, groups = options
     outputs, inputs, high, wide = filters.shape
     fits = outputs > 1 and max(high, wide) <= MOST  # one channel of an output lies in both memory formats
     plain = dilation == (1, 1) and groups == 1
-    if config.DISABLE_JIT:  # type: ignore[attr-defined]
-        return None
     narrow = dtype is torch.bfloat16
     read = _READ.get(dtype, ()) if not narrow or halves.can_multiply_pairs() else ()
     if not (fits and plain and all(x is None or x.dtype in read for x in (frames, filters, bias))):
         return None
     if not frames.numel() or shape[3] * shape[4] == 1:
         return None
-    orders = [*_orders(frames, filters, options, shape)] if all(map(_has_no_gaps, (frames, filters))) else []
-    # The padding's zeros are multiplied as well, which adds nothing but where a weight is infinite or no number.
-    if not orders or not (filters.to(dtype).isfinite().all() if narrow else np.isfinite(filters.detach().numpy()).all()):
-        return None
+    orders = _orders(frames, filters, options, shape) if all(map(_has_no_gaps, (frames, filters))) else ()
     height, width = frames.shape[3:]
     strides = frames.flatten(0, 1).stride()  # of a single sample, too: torch's choice of a format hangs on it
-    found = Convolution(inputs, height, width, high, wide, down, along, above, before, bias is not None, strides)
-    some = (found._replace(last=last, by_columns=by_columns, narrow=narrow) for last, by_columns in orders)
+    alike = Convolution(inputs, height, width, high, wide, down, along, above, before, bias is not None, strides)
+    some = (alike._replace(last=last, by_columns=by_columns, narrow=narrow) for last, by_columns in orders)
     return next((one for one in some if _is_torchs(one, filters, options, shape)), None)
 
 
