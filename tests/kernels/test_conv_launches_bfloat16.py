@@ -4,13 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conv_cases import last
-from hypothesis import given, settings
+from hypothesis import given, settings, strategies as st
 from spikingjelly.activation_based import layer
 from support import node
 from test_conv_launches import (
     OPTIONS,
     SHAPE,
     SHAPES,
+    STEPPING,
     agree,
     compiled,
     convolved,
@@ -35,9 +36,10 @@ def narrow(of):
 @needed
 @compiled
 @settings(max_examples=150, deadline=None)
-@given(space)
-def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
-    holds(case, torch.bfloat16)
+@given(space, st.sampled_from(STEPPING[:2]))
+def test_it_is_the_convolution_and_fire_to_the_last_bit(case, neuron):
+    """Of few neurons: a kernel is compiled for each, and test_stepping.py has all of them in bfloat16."""
+    holds(case | {"neuron": neuron}, torch.bfloat16)
 
 
 @needed
