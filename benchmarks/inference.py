@@ -71,7 +71,7 @@ def main() -> None:
             start = time.perf_counter()
             runs[label]()
             ready[label] = round(time.perf_counter() - start)
-        seconds = measure.interleaved(runs, options.rounds, name)
+        seconds = measure.interleaved(runs, options.rounds, name, options.again)
         more = {label: {"compile s": ready.get(label), "peak MB": measure.peak_megabytes(r)} for label, r in runs.items()}
         return x, measure.rows(seconds, [label for label in found if label.startswith("SpikingJelly")], more)
 

@@ -29,12 +29,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 LAST = ", channels_last"
 
 
-def interleaved(runs: dict[str, Callable[[], None]], rounds: int, title: str) -> dict[str, list[float]]:
-    """Seconds of every run in every round, one warm-up round first; in each round every run has its turn."""
+def interleaved(runs: dict[str, Callable[[], None]], rounds: int, title: str, again: bool = False) -> dict[str, list[float]]:
+    """Seconds of every run in every round, one warm-up round first; in each round every run has its turn.
+
+    ``again``: each runs once before it is timed, so that what it finds in the caches is its own, as in a loop.
+    """
     with Progress(transient=True) as progress:
         task = progress.add_task(title, total=(rounds + 1) * len(runs))
         in_turns(runs, 1, lambda: progress.advance(task))
-        return in_turns(runs, rounds, lambda: progress.advance(task))
+        return in_turns(runs, rounds, lambda: progress.advance(task), again=again)
 
 
 class SeparateCalls(nn.Module):
@@ -154,6 +157,7 @@ def arguments(description: str, names: list[str]) -> argparse.Namespace:
     made.add_argument("--net", choices=names, action="append", help="measure only these (default: all)")
     compiled = "add torch.compile of SpikingJelly (minutes of compiling), in both memory formats or in channels_last alone"
     made.add_argument("--compile", nargs="?", const="both", choices=("both", "channels_last"), help=compiled)
+    made.add_argument("--again", action="store_true", help="run each once before each timed run, as in a loop of its own")
     may_autocast(made)
     options = parsed(made)
     options.net = options.net or names
@@ -209,8 +213,10 @@ def _place(options: argparse.Namespace, kind: str) -> Path:
     return options.out or RESULTS / f"{'-'.join(words)}-{date.today()}.json"
 
 
-def _about_precision(options: argparse.Namespace) -> dict[str, str]:
-    return {"precision": "bfloat16, by autocast"} if getattr(options, "autocast", False) else {}
+def _about(options: argparse.Namespace) -> dict[str, Any]:
+    """What a result says of how it was measured, where that is not the usual way."""
+    half = {"precision": "bfloat16, by autocast"} if getattr(options, "autocast", False) else {}
+    return half | ({"again": True} if getattr(options, "again", False) else {})
 
 
 def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tuple[Tensor, list[dict[str, Any]]]]) -> None:
@@ -219,19 +225,19 @@ def report(options: argparse.Namespace, kind: str, measured: Callable[[str], tup
     for name in options.net:
         x, results[name] = measured(name)
         table(f"{name}, input {list(x.shape)}", results[name], console)
-    path, more = _place(options, kind), _about_precision(options)
+    path, more = _place(options, kind), _about(options)
     console.print(f"Written: {save(path, kind, results, options.rounds, more)}")
 
 
 def save_rows(options: argparse.Namespace, kind: str, found: list[dict[str, Any]]) -> None:
     """Rows with the machine, as JSON, of a benchmark that is not of whole nets."""
-    path, more = _place(options, kind.replace("_", "-")), _about_precision(options)
+    path, more = _place(options, kind.replace("_", "-")), _about(options)
     content = {"kind": kind, "rounds": options.rounds, **more, "machine": machine.describe(), "rows": found}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def save(
-    path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int, more: dict[str, str] | None = None
+    path: Path, kind: str, results: dict[str, list[dict[str, Any]]], rounds: int, more: dict[str, Any] | None = None
 ) -> Path:
     """All tables with the machine, and what ``more`` says of all of them, as JSON beside a PNG of the ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,8 @@ def _about(content: dict[str, Any]) -> str:
     """Where, how often, in which of the two memory modes and in which precision it was measured."""
     memory = " The process keeps its memory." if content["machine"].get("memory") == "kept" else ""
     kind = f" Everything in {content['precision']}." if "precision" in content else ""
-    return f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{memory}{kind}"
+    turns = " Each timed run behind one of its own, as in a loop." if content.get("again") else ""
+    return f"{where(content['machine'])}; medians of {content['rounds']} interleaved rounds.{turns}{memory}{kind}"
 
 
 def measured(content: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ def main() -> None:
         runs: dict[str, Any] = {label: lambda m=m, x=x: step(m, x, options) for label, m in found.items()}
         floors = {label: measure.under(options, bare) for label, bare in measure.floors(net, x, (1, 2, 4)).items()}
         runs |= {label: lambda bare=bare: sum(y.sum() for y in bare()).backward() for label, bare in floors.items()}
-        seconds = measure.interleaved(runs, options.rounds, name)
+        seconds = measure.interleaved(runs, options.rounds, name, options.again)
         more = {}
         for label, run in runs.items():
             eager = label in found and not label.startswith(COMPILED)
