@@ -46,7 +46,9 @@ def main() -> None:
             module(x)
 
         runs = {label: lambda module=module: timed(module) for label, module in found.items()}
-        return x, measure.rows(measure.interleaved(runs, options.rounds, name), [n for n in found if n.startswith("S")], {})
+        return x, measure.rows(
+            measure.interleaved(runs, options.rounds, name, options.again), [n for n in found if n.startswith("S")], {}
+        )
 
     measure.report(options, "operators", measured)
 
