@@ -1,5 +1,6 @@
 """The registers that step on the CPU: to the last bit what the definition's frames give, however numbers fill them."""
 
+import math
 import random
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from spikingjelly.activation_based import layer, neuron
 
 from sj_tac.kernels import fire
-from sj_tac.kernels.cpu import stepping
+from sj_tac.kernels.cpu import forward, stepping
 from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.kernels.cpu.registers import LANES
 
@@ -82,3 +83,26 @@ def test_any_neuron(name, pool):
 def test_blocks_of_several_registers_are_among_the_sizes():
     assert any(c // LANES > stepping.WINDOWS and c % LANES for c in CHANNELS)
     assert {c % LANES for c in CHANNELS} > {0, 1, LANES - 1}
+
+
+@pytest.mark.parametrize("at_rest", [True, False], ids=["at rest", "not at rest"])
+@pytest.mark.parametrize("format", FORMATS, ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("pool", [False, True], ids=["no pool", "MaxPool2d"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(2, 128, 34, 34), (3, 40, 60, 50), (1, 33, 101, 92)], ids=str)
+@torch.no_grad()
+def test_voltages_of_large_maps(size, dtype, pool, format, at_rest):
+    """Those that go past the caches, and those that do not; twice, the second from the first."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    y = torch.randn(2 * size[0], *size[1:], generator=generator).add(0.3).to(dtype)
+    y = y.to(memory_format=format).unflatten(0, (2, size[0]))
+    v = None if at_rest else torch.randn(size, generator=generator).mul(0.3).to(wide)
+    assert math.prod(size) * wide.itemsize >= forward.LARGE
+    for _ in range(2):
+        call = fire.Call(y, NODES["LIF"](), [2, 1], v, pool=layer.MaxPool2d(2) if pool else None)
+        expected = fire.run_reference(call, None)
+        found = Launch(fire.operands(call, None))(call.y, call.v, None, (None, None))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert 0.1 < (expected[0] != 0).float().mean() < 0.9
+        v = found[1]

@@ -288,6 +288,6 @@ def backward(begin, end, arriving, slopes, layout, gradients):
                 g_linear[chunk, g, 1] += gamma_sum
                 if scale.size:
                     _through_affine(b, tile, stop, layout, scale, chunk, sums, zero)
-                store(b, GX, gy, g * size, tile, stop, layout)
+                store(b, GX, gy, g * size, tile, stop, layout, False)
             if gv0.size:
-                store(b, CARRY, gv0, FIRST, tile, stop, layout)
+                store(b, CARRY, gv0, FIRST, tile, stop, layout, False)

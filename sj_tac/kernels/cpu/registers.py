@@ -15,6 +15,7 @@ from numba.extending import intrinsic, overload
 from numba.np import arrayobj
 
 from sj_tac.kernels.cpu.halves import lower_half_cut, narrowed, upper_half, widened
+from sj_tac.kernels.cpu.prefetch import LINE
 
 
 def _has_wide_registers() -> bool:
@@ -28,10 +29,14 @@ def _has_wide_registers() -> bool:
 # Numbers of a register, and registers of a pixel's sums: four pixels' sums fit in all of them.
 LANES, WIDE = (16, 4) if _has_wide_registers() else (8, 2)
 _WHOLE = ir.IntType(64)
+_BYTES = {ir.IntType(16): 2, ir.FloatType(): 4, ir.DoubleType(): 8}
 
 
-def _moving(is_mapped: bool) -> Any:
-    """What Numba compiles ``move`` or ``move_mapped`` to: the last register of a run may move what the one before it did."""
+def _moving(is_mapped: bool, streams: bool = False) -> Any:
+    """What Numba compiles ``move`` or ``move_mapped`` to: the last register of a run may move what the one before it did.
+
+    ``streams``: whole registers go past the caches.
+    """
 
     @intrinsic
     def moving(_typing, source, start, out, at, affine, channel, runs):
@@ -69,7 +74,19 @@ def _moving(is_mapped: bool) -> Any:
                     x = builder.fadd(x, builder.load(vector(terms, place, of_factors), align=2))
                 if of_written == ir.IntType(16):
                     x = builder.trunc(upper_half(builder, x), ir.VectorType(ir.IntType(16), lanes))
-                builder.store(x, vector(written, there, of_written), align=2)
+                put = vector(written, there, of_written)
+                if not streams or lanes < LANES:
+                    builder.store(x, put, align=2)
+                    return
+                size = min(LINE, lanes * _BYTES[of_written])
+                bits = builder.and_(builder.ptrtoint(put, _WHOLE), ir.Constant(_WHOLE, size - 1))
+                with builder.if_else(builder.icmp_unsigned("==", bits, ir.Constant(_WHOLE, 0))) as (aligned, other):
+                    with aligned:
+                        stored = builder.store(x, put, align=size)
+                        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+                        stored.set_metadata("nontemporal", one)
+                    with other:
+                        builder.store(x, put, align=2)
 
             lanes = ir.Constant(_WHOLE, LANES)
             most, registers = builder.sub(count, lanes), builder.add(count, ir.Constant(_WHOLE, LANES - 1))
@@ -96,7 +113,7 @@ def _moving(is_mapped: bool) -> Any:
     return moving
 
 
-_move, _move_mapped = _moving(False), _moving(True)
+_move, _move_mapped, _stream = _moving(False), _moving(True), _moving(False, True)
 
 
 def move(source: Any, start: Any, out: Any, at: Any, affine: Any, channel: Any, runs: Any) -> None:
@@ -106,6 +123,15 @@ def move(source: Any, start: Any, out: Any, at: Any, affine: Any, channel: Any, 
         runs: numbers of each, how many there are, and how far it is from one to the next in ``source`` and in ``out``.
         affine, channel: as ``move_mapped``'s, and not read. bfloat16 as in halves.py.
     """
+    _one_by_one(lambda x, _: x, (source, start), (out, at), runs)
+
+
+def settle() -> None:
+    """Have what was stored past the caches be in memory before whatever is stored from now on."""
+
+
+def stream(source: Any, start: Any, out: Any, at: Any, affine: Any, channel: Any, runs: Any) -> None:
+    """``move`` of what nobody reads soon: past the caches, which keep what they have."""
     _one_by_one(lambda x, _: x, (source, start), (out, at), runs)
 
 
@@ -128,6 +154,25 @@ def _one_by_one(changed: Any, of: Any, to: Any, runs: Any) -> None:
 @overload(move)
 def _moves(source, start, out, at, affine, channel, runs):
     return lambda source, start, out, at, affine, channel, runs: _move(source, start, out, at, affine, channel, runs)
+
+
+@intrinsic
+def _fence(_typing):
+    def codegen(context, builder, _signature, _values):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@overload(settle)
+def _settle():
+    return lambda: _fence()  # type: ignore[call-arg]
+
+
+@overload(stream)
+def _streams(source, start, out, at, affine, channel, runs):
+    return lambda source, start, out, at, affine, channel, runs: _stream(source, start, out, at, affine, channel, runs)
 
 
 @overload(move_mapped)

@@ -11,7 +11,7 @@ import numpy as np
 from sj_tac.kernels.cpu.geometry import TILE, edge, following, geometry, in_windows, is_odd, locate, of_odd_maps, together
 from sj_tac.kernels.cpu.halves import narrowed, widened
 from sj_tac.kernels.cpu.prefetch import LINE, prefetch, prefetch_to_write
-from sj_tac.kernels.cpu.registers import LANES, move, move_mapped
+from sj_tac.kernels.cpu.registers import LANES, move, move_mapped, stream
 from sj_tac.kernels.cpu.steps import FIRST, lean, making
 
 
@@ -247,10 +247,22 @@ def ask_for_output(out, start, n, writes):
 
 
 @lean()
-def store(source, at, out, offset, begin, end, layout):
-    """The way back of ``load``, without affine map."""
+def _put(source, at, out, start, runs, past):
+    """Runs of numbers, as ``registers.move`` takes them, past the caches or not."""
+    if past:
+        stream(source, at, out, start, (source, source), FIRST, runs)
+    else:
+        move(source, at, out, start, (source, source), FIRST, runs)
+
+
+@lean()
+def store(source, at, out, offset, begin, end, layout, past):
+    """The way back of ``load``, without affine map.
+
+    ``past``: it goes past the caches, but for windows of odd maps and contiguous ones; ``registers.settle`` must follow.
+    """
     if not in_windows(layout):
-        copy(source, np.uintp(at), out, np.uintp(offset + begin), np.uintp(end - begin))
+        _put(source, np.uintp(at), out, np.uintp(offset + begin), (np.uintp(end - begin), 1, 0, 0), past)
         return
     last, channels = layout.last, layout.channels
     run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
@@ -265,7 +277,7 @@ def store(source, at, out, offset, begin, end, layout):
             many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                move(source, q, out, p, (source, source), FIRST, (n, many, n, to_run))
+                _put(source, q, out, p, (n, many, n, to_run), past)
             i += many - 1
             slot += (many - 1) * n
         else:
