@@ -3,7 +3,7 @@
 Sums are in the order of rows, columns and channels of a filter, as oneDNN's of contiguous frames are. A register holds one
 corner of ``LANES`` windows. The four corners of several registers' windows are computed at once: what a corner reads for a
 tap, the right one reads for the tap before and the lower one for the tap above, so that each number is read once for all.
-Even and odd columns of a frame lie apart, so that what a register reads lies side by side (conv_launches.py). Strides are 1.
+Even and odd columns of a frame lie apart, so that what a register reads lies side by side (laying.py). Strides are 1.
 Pairs of bfloat16 count as one channel, as in convolving.py.
 """
 
