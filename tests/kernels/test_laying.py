@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conv_cases import last
 
 from sj_tac.kernels.cpu.conv_launches import Convolution
-from sj_tac.kernels.cpu.conv_sources import _with_border
+from sj_tac.kernels.cpu.conv_sources import with_border
 
 LIES = {
     "contiguous": torch.Tensor.contiguous,
@@ -17,9 +17,9 @@ LIES = {
 }
 
 
-def frames(inputs, lies, dtype, height=5, width=8):
+def frames(inputs, lies, dtype):
     """[3, 2, C, H, W] of numbers that bfloat16 rounds."""
-    x = torch.randn(3, 2, inputs, height, width, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 2, inputs, 5, 8, generator=torch.Generator().manual_seed(0))
     return LIES[lies](x).to(dtype)
 
 
@@ -49,10 +49,10 @@ def test_pixels(dtype, lies, inputs, border):
     above, before, high, wide = border
     x = frames(inputs, lies, dtype)
     expected = padded(x, *border)
-    found = torch.from_numpy(_with_border(conv(inputs, True, above, before, True), x, high, wide))
+    found = torch.from_numpy(with_border(conv(inputs, True, above, before, True), x, high, wide))
     assert torch.equal(found.view(torch.int16), bits(in_pairs(expected).movedim(2, -1)))
     if dtype is torch.float32:
-        found = torch.from_numpy(_with_border(conv(inputs, False, above, before, True), x, high, wide))
+        found = torch.from_numpy(with_border(conv(inputs, False, above, before, True), x, high, wide))
         assert torch.equal(found, expected.movedim(2, -1).flatten())
 
 
@@ -65,12 +65,12 @@ def test_even_columns_and_odd_ones(dtype, lies, inputs, border):
     x, spare = frames(inputs, lies, dtype), 16
     expected = padded(x, *border)
     expected = torch.cat([expected[..., 0::2], expected[..., 1::2]], -1)
-    found = torch.from_numpy(_with_border(conv(inputs, True, above, before, False), x, high, wide, spare))
+    found = torch.from_numpy(with_border(conv(inputs, True, above, before, False), x, high, wide, spare))
     assert not found[-spare:].any()
     pairs = in_pairs(expected).unflatten(2, (-1, 2)).movedim(3, -1)
     assert torch.equal(found[:-spare].view(torch.int16), bits(pairs))
     if dtype is torch.float32:
-        found = torch.from_numpy(_with_border(conv(inputs, False, above, before, False), x, high, wide, spare))
+        found = torch.from_numpy(with_border(conv(inputs, False, above, before, False), x, high, wide, spare))
         assert torch.equal(found[:-spare], expected.flatten())
         assert not found[-spare:].any()
 
@@ -82,5 +82,5 @@ def test_large_ones_by_several_threads(last):
     x[0, 0, 0, 0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
     expected = F.pad(x, [1, 1, 1, 1])
     lying = expected.movedim(2, -1) if last else torch.cat([expected[..., 0::2], expected[..., 1::2]], -1)
-    found = torch.from_numpy(_with_border(conv(2, False, 1, 1, last, (64, 64)), x, 66, 66))
+    found = torch.from_numpy(with_border(conv(2, False, 1, 1, last, (64, 64)), x, 66, 66))
     assert torch.equal(found.view(torch.int32), lying.contiguous().flatten().view(torch.int32))

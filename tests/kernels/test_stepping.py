@@ -80,6 +80,16 @@ def test_any_neuron(name, pool):
     assert 0.05 < sum(rates) / len(rates) < 0.9
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NODES)
+def test_any_neuron_in_other_dtypes(name, dtype):
+    """Every other one behind a pool: a kernel is compiled for each."""
+    draw, pool = random.Random(name), list(NODES).index(name) % 2 == 1
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    rates = [run(draw, NODES[name]().to(wide), dtype, pool, torch.channels_last) for _ in range(15)]
+    assert 0.05 < sum(rates) / len(rates) < 0.9
+
+
 def test_blocks_of_several_registers_are_among_the_sizes():
     assert any(c // LANES > stepping.WINDOWS and c % LANES for c in CHANNELS)
     assert {c % LANES for c in CHANNELS} > {0, 1, LANES - 1}
@@ -92,7 +102,7 @@ def test_blocks_of_several_registers_are_among_the_sizes():
 @pytest.mark.parametrize("size", [(2, 128, 34, 34), (3, 40, 60, 50), (1, 33, 101, 92)], ids=str)
 @torch.no_grad()
 def test_voltages_of_large_maps(size, dtype, pool, format, at_rest):
-    """Those that go past the caches, and those that do not; twice, the second from the first."""
+    """Those that are streamed past the caches, and those that are not; twice, the second from the first."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     y = torch.randn(2 * size[0], *size[1:], generator=generator).add(0.3).to(dtype)

@@ -28,8 +28,8 @@ from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import NO_POOL
 
-# Whether torch's convolution was found to be this one, by all that it depends on; what was found for tensors of a kind; how
-# many of either are kept.
+# Whether torch's convolution was found to be this one, by all that this check depends on: many kinds of call share it, as of
+# large batches only some samples are compared. And what was found for a kind of call. How many of either are kept.
 _FOUND: dict[Any, bool] = {}
 _KINDS: dict[Any, Convolution | None] = {}
 _UNKNOWN: Any = object()

@@ -24,11 +24,11 @@ def source_of(
     """What the kernel reads; ``map_``: size of the output."""
     map_ = [size + size % 2 for size in map_]  # windows of 2 x 2 at the edge of an odd map are whole
     more = None if bias is None else bias.detach().to(conv.dtype).float()
-    return (_convolved if conv.last else _slid)(conv, frames, _pairs(conv, filters), more, map_)
+    return (_convolved if conv.last else _slid)(conv, frames, _multiplied(conv, filters), more, map_)
 
 
-def _pairs(conv: Convolution, filters: Tensor) -> Any:
-    """Filters [C, C_in, high, wide] as the kernel multiplies them; of pairs of channels the second may be zeros."""
+def _multiplied(conv: Convolution, filters: Tensor) -> Any:
+    """Filters [C, C_in, high, wide] as the kernel multiplies them: pairs of channels as one, zeros beside an odd one."""
     filters = filters.detach()
     if not conv.narrow:
         return filters.numpy()
@@ -37,7 +37,7 @@ def _pairs(conv: Convolution, filters: Tensor) -> Any:
     return pairs.view(torch.int32).movedim(-1, 1).numpy()
 
 
-def _with_border(conv: Convolution, frames: Tensor, high: int, wide: int, spare: int = 0) -> Any:
+def with_border(conv: Convolution, frames: Tensor, high: int, wide: int, spare: int = 0) -> Any:
     """All numbers of frames [G, N, C_in, H, W] with zeros around them and ``spare`` of them behind."""
     last = not frames.is_contiguous()
     if last and not frames.movedim(2, -1).is_contiguous():
@@ -69,7 +69,7 @@ def _slid(conv: Convolution, frames: Tensor, filters: Any, bias: Tensor | None, 
     high = max(conv.height + conv.above, rows - 1 + conv.high)
     half = (max(conv.width + conv.before, columns - 1 + conv.wide) + 1) // 2
     # Registers without slots read a whole one, too.
-    laid = _with_border(conv, frames, high, 2 * half, LANES)
+    laid = with_border(conv, frames, high, 2 * half, LANES)
     more = np.empty(0, np.float32) if bias is None else bias.contiguous().numpy()
     inputs, of_input = filters.shape[1], high * 2 * half
     return Slid(
@@ -91,7 +91,7 @@ def _convolved(conv: Convolution, frames: Tensor, filters: Any, bias: Tensor | N
     rows_of = np.zeros(ordered.size + LANES, ordered.dtype)
     rows_of[:-LANES].reshape(ordered.shape)[...] = ordered
     return Convolved(
-        _with_border(conv, frames, high, wide), rows_of, with_room(bias), inputs, high, wide,
+        with_border(conv, frames, high, wide), rows_of, with_room(bias), inputs, high, wide,
         lines, line, taps, tap, conv.down, conv.along,
     )  # fmt: skip
 

@@ -21,15 +21,15 @@ from sj_tac.kernels.cpu.tiles import ask_for, for_registers, load, put_out, repe
 # Where a tile's drives of a step (four corners) and, with a residual, drives of a group lie in the buffer; voltages and sums
 # lie between them. Constants, so that the compiler knows that they do not overlap.
 X, DRIVE = np.intp(0), np.intp(3 * PITCH)
-# Bytes of the last voltages from which on they go past the caches, where the convolution behind has more of what it reads.
+# Bytes of the last voltages from which on they are streamed: the caches keep what the convolution behind reads.
 LARGE = 1 << 20
 
 
 @lean()
-def _go_past(v0, v_out, layout):
-    """Whether the last voltages go past the caches: not where the next call will read them, too, as this one reads some.
+def _streams(v0, v_out, layout):
+    """Whether the last voltages are streamed past the caches: not where this call reads some, as the next one will, too.
 
-    They must fill whole registers: of lines of which a part goes past, the rest would have to be read.
+    They must fill whole registers: of a line that is streamed in part, the rest would have to be read.
     """
     whole = not in_windows(layout) or (layout.last and layout.channels % LANES == 0 and not is_odd(layout))
     return whole and v0.size == 0 and v_out.size * v_out.itemsize >= LARGE
@@ -58,7 +58,7 @@ def _tiles(part, inputs, neuron, layout, outputs, buffers, affine, by_register):
     weights, group, none = inputs.weights, inputs.group, (inputs.scale[:0], inputs.scale[:0])
     direct, capacity, size = is_direct(inputs, layout), TILE if in_windows(layout) else 4 * TILE, v_out.size
     _, emitted = counts(size, layout)
-    past = _go_past(v0, v_out, layout)
+    streams = _streams(v0, v_out, layout)
     steps = 0
     for g in range(lengths.size):
         steps += lengths[g]
@@ -72,7 +72,7 @@ def _tiles(part, inputs, neuron, layout, outputs, buffers, affine, by_register):
             load(v0, FIRST, start, stop, b, V, none, layout)
         else:
             b[V : V + 4 * TILE] = resting(neuron.rest, neuron.zero)
-        if not past:
+        if not streams:
             ask_for(v_out, FIRST, start, stop, layout, True)
         t = 0
         for g in range(lengths.size):
@@ -104,8 +104,8 @@ def _tiles(part, inputs, neuron, layout, outputs, buffers, affine, by_register):
                 if is_odd(layout) and ends:
                     _scatter(b, slots, whole, out, put)
                 t = behind
-        store(b, V, v_out, FIRST, start, stop, layout, past)
-    if past:
+        store(b, V, v_out, FIRST, start, stop, layout, streams)
+    if streams:
         settle()
 
 

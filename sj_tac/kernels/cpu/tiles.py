@@ -247,22 +247,22 @@ def ask_for_output(out, start, n, writes):
 
 
 @lean()
-def _put(source, at, out, start, runs, past):
-    """Runs of numbers, as ``registers.move`` takes them, past the caches or not."""
-    if past:
+def _put(source, at, out, start, runs, streams):
+    """Runs of numbers, as ``registers.move`` takes them, streamed past the caches or not."""
+    if streams:
         stream(source, at, out, start, (source, source), FIRST, runs)
     else:
         move(source, at, out, start, (source, source), FIRST, runs)
 
 
 @lean()
-def store(source, at, out, offset, begin, end, layout, past):
+def store(source, at, out, offset, begin, end, layout, streams):
     """The way back of ``load``, without affine map.
 
-    ``past``: it goes past the caches, but for windows of odd maps and contiguous ones; ``registers.settle`` must follow.
+    ``streams``: past the caches, but for windows of odd maps and contiguous ones; ``registers.settle`` must follow.
     """
     if not in_windows(layout):
-        _put(source, np.uintp(at), out, np.uintp(offset + begin), (np.uintp(end - begin), 1, 0, 0), past)
+        _put(source, np.uintp(at), out, np.uintp(offset + begin), (np.uintp(end - begin), 1, 0, 0), streams)
         return
     last, channels = layout.last, layout.channels
     run, runs, to_line, to_run, to_slot, right, below = geometry(layout)
@@ -277,7 +277,7 @@ def store(source, at, out, offset, begin, end, layout, past):
             many = together(place, i, n, end - slot, layout)
             for corner in range(4):
                 p, q = start + corner % 2 * right + corner // 2 * below, z + corner * TILE
-                _put(source, q, out, p, (n, many, n, to_run), past)
+                _put(source, q, out, p, (n, many, n, to_run), streams)
             i += many - 1
             slot += (many - 1) * n
         else:
