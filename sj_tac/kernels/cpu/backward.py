@@ -21,6 +21,7 @@ from sj_tac.kernels.cpu.geometry import (
     room,
 )
 from sj_tac.kernels.cpu.halves import widened
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
     AS_LIF,
@@ -36,7 +37,6 @@ from sj_tac.kernels.cpu.steps import (
     PLIF_DECAY,
     after,
     charged,
-    lean,
 )
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.cpu.tiles import ask_for, ask_for_output, load, put_out, repeated, store

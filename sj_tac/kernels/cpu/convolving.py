@@ -18,8 +18,8 @@ from numba.np import arrayobj
 
 from sj_tac.kernels.cpu.geometry import TILE, in_windows
 from sj_tac.kernels.cpu.halves import adding_products, nearest
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.registers import LANES, WIDE
-from sj_tac.kernels.cpu.steps import lean
 
 _WHOLE, _INDEX = ir.IntType(64), ir.IntType(32)
 

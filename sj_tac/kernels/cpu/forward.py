@@ -12,10 +12,11 @@ import numpy as np
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.geometry import PITCH, TILE, begins_at, counts, in_windows, is_odd, room
 from sj_tac.kernels.cpu.halves import narrowed
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.registers import LANES, settle
 from sj_tac.kernels.cpu.sources import ahead, bring, is_direct, step_there
 from sj_tac.kernels.cpu.stepping import SUM, V, stepped
-from sj_tac.kernels.cpu.steps import FIRST, lean, resting
+from sj_tac.kernels.cpu.steps import FIRST, resting
 from sj_tac.kernels.cpu.tiles import ask_for, for_registers, load, put_out, repeated, store
 
 # Where a tile's drives of a step (four corners) and, with a residual, drives of a group lie in the buffer; voltages and sums

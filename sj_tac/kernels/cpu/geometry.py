@@ -11,8 +11,8 @@ import numpy as np
 from numba.extending import overload
 
 from sj_tac.kernels.cpu.arguments import Neurons, Windows
+from sj_tac.kernels.cpu.linked import lean, making
 from sj_tac.kernels.cpu.prefetch import LINE
-from sj_tac.kernels.cpu.steps import lean, making
 
 # Slots of a tile of windows, whose four corners have a piece of the buffer each; a tile of neurons has four times as many.
 TILE = 256

@@ -13,7 +13,7 @@ import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.halves import narrowed, widened
-from sj_tac.kernels.cpu.steps import lean
+from sj_tac.kernels.cpu.linked import lean
 
 
 class Border(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.sheets import (
     any_fired,
     cells,
@@ -30,7 +31,6 @@ from sj_tac.kernels.cpu.steps import (
     PLIF_DECAY,
     after,
     charged,
-    lean,
 )
 
 # Neurons of the rows of cells that run all steps together, so that their voltages stay in the cache.

@@ -12,6 +12,7 @@ from numba import njit
 
 from sj_tac.kernels.cpu.arguments import Array
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.overlaps import advance
 from sj_tac.kernels.cpu.planes import dot, total
 from sj_tac.kernels.cpu.sheets import (
@@ -29,7 +30,7 @@ from sj_tac.kernels.cpu.sheets import (
     locate,
     store,
 )
-from sj_tac.kernels.cpu.steps import FIRST, after, lean
+from sj_tac.kernels.cpu.steps import FIRST, after
 from sj_tac.kernels.cpu.surrogate import derivative
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 
 from sj_tac.kernels.cpu.compiled import kernel
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.steps import (
     AS_IF,
     AS_LIF,
@@ -23,7 +24,6 @@ from sj_tac.kernels.cpu.steps import (
     PLIF_DECAY,
     after,
     charged,
-    lean,
 )
 from sj_tac.kernels.cpu.surrogate import derivative
 from sj_tac.kernels.pools import AVG_POOL, MAX_POOL

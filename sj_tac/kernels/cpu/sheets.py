@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sj_tac.kernels.cpu.steps import lean
+from sj_tac.kernels.cpu.linked import lean
 
 # Corners of a cell, as bits of what has fired.
 HERE, RIGHT, BELOW, ACROSS = 1, 2, 4, 8

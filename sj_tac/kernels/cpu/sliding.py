@@ -19,8 +19,8 @@ from numba.np import arrayobj
 
 from sj_tac.kernels.cpu.geometry import TILE
 from sj_tac.kernels.cpu.halves import adding_products, nearest
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.registers import LANES
-from sj_tac.kernels.cpu.steps import lean
 
 # Registers of windows that are computed at once: all sums, four each, stay in registers.
 MANY = LANES // 4

@@ -10,10 +10,10 @@ from numba.extending import overload
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.convolving import convolve
 from sj_tac.kernels.cpu.geometry import TILE, following, geometry, in_windows, is_odd, together
+from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.sliding import slide
 from sj_tac.kernels.cpu.stepping import stepped
-from sj_tac.kernels.cpu.steps import lean
 from sj_tac.kernels.cpu.tiles import ask_for, load
 
 

@@ -6,18 +6,10 @@ spikes are the same. ``tau`` is sigmoid(w) for a PLIF; decay and gain are those 
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
-from numba import njit
 
 from sj_tac.host.neurons import ChargeMode
-
-# For functions that make no arrays: without reference counts, whose atomic increments at every call cost more than a row;
-# and without the wrappers for callers outside of compiled code, which take an eighth of the time of compiling.
-lean = partial(njit, error_model="numpy", _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-# For those that make some.
-making = partial(njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+from sj_tac.kernels.cpu.linked import lean
 
 # Numbers of the modes, for what is compiled.
 LIF_DECAY, LIF, PLIF_DECAY, PLIF, IF, MERGED = (int(mode) for mode in ChargeMode)

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from sj_tac.kernels.cpu.steps import lean
+from sj_tac.kernels.cpu.linked import lean
 
 SIGMOID, ATAN, PIECEWISE_QUADRATIC, PIECEWISE_EXP, SOFT_SIGN, SUPER_SPIKE, ERF = range(7)
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from sj_tac.kernels.cpu.geometry import TILE, edge, following, geometry, in_windows, is_odd, locate, of_odd_maps, together
 from sj_tac.kernels.cpu.halves import narrowed, widened
+from sj_tac.kernels.cpu.linked import lean, making
 from sj_tac.kernels.cpu.prefetch import LINE, prefetch, prefetch_to_write
 from sj_tac.kernels.cpu.registers import LANES, move, move_mapped, stream
-from sj_tac.kernels.cpu.steps import FIRST, lean, making
+from sj_tac.kernels.cpu.steps import FIRST
 
 
 # Unsigned positions need no check for negative ones, which would keep the loops from being vectorised.
