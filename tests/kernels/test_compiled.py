@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import config, njit, types
+from numba.core.codegen import JITCodeLibrary
 
 from sj_tac.kernels.cpu import aggregate
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.geometry import PITCH, room
+from sj_tac.kernels.cpu.linked import by_type, lean, making
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,6 +116,56 @@ def test_a_thread_that_fails_is_an_error(from_unit, failed):
         fails.parallel(4, 4, a, from_unit, 0, out)
 
 
+@lean()
+def _twice(x):
+    return x + x
+
+
+def _changed(x):
+    """Twice a real number, and one less than an integer, where it is not compiled."""
+    return x - 1 if isinstance(x, int) else 2 * x
+
+
+@by_type(_changed)
+def _changes(x):
+    return (lambda x: x - 1) if isinstance(x, types.Integer) else (lambda x: _twice(x))
+
+
+@making()
+def _copied(x, size):
+    copy = np.zeros(size)
+    copy[: x.size] = x
+    return copy
+
+
+def _calls_others(begin, end, a, b, c, d):
+    copy = _copied(a, b)
+    for i in range(begin, end):
+        d[i] = _twice(copy[i]) + _changed(copy[i]) + _changed(c)
+
+
+def test_what_only_kernels_call_is_emitted_with_them_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))  # one that was kept would not be compiled
+    emitted, emit = [], JITCodeLibrary._finalize_specific
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", lambda library: (emitted.append(library.name), emit(library)))
+    others = kernel(_calls_others)
+    for run in (others.serial, lambda begin, end, *operands: others.parallel(2, end, *operands)):
+        out = np.zeros(3)
+        run(0, 3, np.arange(3.0), 3, 7, out)
+        assert out.tolist() == [6, 10, 14]
+    assert "_calls_others" in emitted
+    assert {"_twice", "_copied", "_changes.<locals>.<lambda>"}.isdisjoint(emitted)
+    assert all(dispatcher.overloads for dispatcher in (_twice, _copied))
+
+
+def test_what_fails_in_a_function_that_is_linked_is_an_error():
+    others, operands = kernel(_calls_others), (np.arange(3.0), 2**50, 7, np.zeros(3))
+    with pytest.raises(MemoryError):
+        others.serial(0, 3, *operands)
+    with pytest.raises(MemoryError, match="1 of 1 threads of _calls_others"):
+        others.parallel(1, 3, *operands)
+
+
 SCRIPT = """
 import numpy as np
 from sj_tac.kernels.cpu import aggregate, compiled
@@ -193,7 +245,7 @@ def test_a_kernel_that_was_kept_is_compiled_again_where_another_file_changed(tmp
     assert found() == 2
     halves = tmp_path / "sj_tac" / "kernels" / "cpu" / "halves.py"
     text = halves.read_text()
-    before = "    return lambda x: x\n\n\n@overload(narrowed)"
+    before = "    return lambda x: x\n\n\n@by_type(narrowed)"
     assert before in text
     halves.write_text(text.replace(before, before.replace("lambda x: x", "lambda x: 3 * x")))
     assert found() == 6

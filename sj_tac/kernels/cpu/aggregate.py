@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from sj_tac.kernels.cpu.arguments import Array
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.halves import narrowed, widened
+from sj_tac.kernels.cpu.linked import lean
 
 # Numbers that are summed at a time, and over which a weight's gradient is summed by itself.
 PIECE = 1024
@@ -53,7 +53,7 @@ def forward(begin, end, x, weights, group, out):
                 out[g, start + i] = narrowed(sums[i], out)
 
 
-@njit(error_model="numpy", fastmath={"reassoc", "nsz"})
+@lean(fastmath={"reassoc", "nsz"})
 def _dot(a, s, b, t, start, n, zero):
     result = zero
     for i in range(n):

@@ -8,10 +8,9 @@ larger: corners that it does not have are zeros in the buffer, and windows that 
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import overload
 
 from sj_tac.kernels.cpu.arguments import Neurons, Windows
-from sj_tac.kernels.cpu.linked import lean, making
+from sj_tac.kernels.cpu.linked import by_type, lean, making
 from sj_tac.kernels.cpu.prefetch import LINE
 
 # Slots of a tile of windows, whose four corners have a piece of the buffer each; a tile of neurons has four times as many.
@@ -43,7 +42,7 @@ def of_odd_maps(function):
     """
     compiled = lean()(function)
 
-    @overload(function, strict=False)
+    @by_type(function)
     def _(*arguments):
         if len(arguments[-1]) > _EVEN:
             return lambda *arguments: compiled(*arguments)

@@ -15,7 +15,9 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
+
+from sj_tac.kernels.cpu.linked import by_type
 
 # The names by which LLVM knows that a processor computes so, in registers of 16 numbers.
 _NEEDS = "avx512f", "avx512bf16"
@@ -119,14 +121,14 @@ def _bits_of(_typing, number):
     return types.int16(number), codegen
 
 
-@overload(widened)
+@by_type(widened)
 def _widened(x):
     if x == types.int16:
         return lambda x: _of_bits(x)  # type: ignore[call-arg]
     return lambda x: x
 
 
-@overload(narrowed)
+@by_type(narrowed)
 def _narrowed(x, out):
     if out.dtype == types.int16:
         return lambda x, out: _bits_of(x)  # type: ignore[call-arg]

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from sj_tac.kernels.cpu.arguments import Array
 from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.linked import lean
+from sj_tac.kernels.cpu.linked import lean, making
 from sj_tac.kernels.cpu.overlaps import advance
 from sj_tac.kernels.cpu.planes import dot, total
 from sj_tac.kernels.cpu.sheets import (
@@ -139,7 +138,7 @@ class _Buffers(NamedTuple):
     weighted: Array
 
 
-@njit(error_model="numpy")
+@making()
 def _buffers(steps, block, layout, rest):
     height, width = cells(layout)
     corner, margin, kind = height * (width + 1) * block, (width + 2) * block, type(rest)

@@ -6,7 +6,6 @@ Contiguous layout only. It is slower than tiles and sheets: a step is several pa
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.linked import lean
@@ -151,7 +150,7 @@ def forward(begin, end, inputs, neuron, pool, outputs):
 
 
 # Sums may be taken in the order that vectorises; it is the same order every time.
-@njit(cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+@lean(fastmath={"reassoc", "nsz"})
 def dot(a, b, zero):
     result = zero
     for i in range(a.size):
@@ -159,7 +158,7 @@ def dot(a, b, zero):
     return result
 
 
-@njit(cache=True, error_model="numpy", fastmath={"reassoc", "nsz"})
+@lean(fastmath={"reassoc", "nsz"})
 def total(a, zero):
     result = zero
     for i in range(a.size):

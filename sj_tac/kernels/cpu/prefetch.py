@@ -6,8 +6,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numba.np import arrayobj
+
+from sj_tac.kernels.cpu.linked import by_type
 
 # Bytes of a line.
 LINE = 64
@@ -51,11 +53,11 @@ def _fetching(writes: bool) -> Any:
 _read, _write = _fetching(False), _fetching(True)
 
 
-@overload(prefetch)
+@by_type(prefetch)
 def _prefetch(array, index):
     return lambda array, index: _read(array, index)
 
 
-@overload(prefetch_to_write)
+@by_type(prefetch_to_write)
 def _prefetch_to_write(array, index):
     return lambda array, index: _write(array, index)

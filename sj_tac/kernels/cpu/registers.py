@@ -11,10 +11,11 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numba.np import arrayobj
 
 from sj_tac.kernels.cpu.halves import lower_half_cut, narrowed, upper_half, widened
+from sj_tac.kernels.cpu.linked import by_type
 from sj_tac.kernels.cpu.prefetch import LINE
 
 
@@ -151,7 +152,7 @@ def _one_by_one(changed: Any, of: Any, to: Any, runs: Any) -> None:
             out[int(at) + run * out_apart + j] = narrowed(changed(x, j), out)
 
 
-@overload(move)
+@by_type(move)
 def _moves(source, start, out, at, affine, channel, runs):
     return lambda source, start, out, at, affine, channel, runs: _move(source, start, out, at, affine, channel, runs)
 
@@ -165,16 +166,16 @@ def _fence(_typing):
     return types.void(), codegen
 
 
-@overload(settle)
+@by_type(settle)
 def _settle():
     return lambda: _fence()  # type: ignore[call-arg]
 
 
-@overload(stream)
+@by_type(stream)
 def _streams(source, start, out, at, affine, channel, runs):
     return lambda source, start, out, at, affine, channel, runs: _stream(source, start, out, at, affine, channel, runs)
 
 
-@overload(move_mapped)
+@by_type(move_mapped)
 def _moves_mapped(source, start, out, at, affine, channel, runs):
     return lambda source, start, out, at, affine, channel, runs: _move_mapped(source, start, out, at, affine, channel, runs)

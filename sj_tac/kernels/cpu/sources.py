@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.extending import overload
 
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.convolving import convolve
 from sj_tac.kernels.cpu.geometry import TILE, following, geometry, in_windows, is_odd, together
-from sj_tac.kernels.cpu.linked import lean
+from sj_tac.kernels.cpu.linked import by_type, lean
 from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.sliding import slide
 from sj_tac.kernels.cpu.stepping import stepped
@@ -22,7 +21,7 @@ def bring(source: Any, offset: Any, begin: Any, end: Any, b: Any, at: Any, affin
     load(source.y, offset, begin, end, b, at, affine, layout)
 
 
-@overload(bring, strict=False)
+@by_type(bring)
 def _bring(source, offset, begin, end, b, at, affine, layout):
     if "y" in source.fields:
         return lambda source, offset, begin, end, b, at, affine, layout: load(
@@ -41,7 +40,7 @@ def ahead(source: Any, offset: Any, begin: Any, end: Any, layout: Any) -> None:
     """``tiles.ask_for`` of drives that lie in memory."""
 
 
-@overload(ahead, strict=False)
+@by_type(ahead)
 def _ahead(source, offset, begin, end, layout):
     if "y" in source.fields:
         return lambda source, offset, begin, end, layout: ask_for(source.y, offset, begin, end, layout, False)
@@ -53,7 +52,7 @@ def is_direct(source: Any, layout: Any) -> bool:
     return False
 
 
-@overload(is_direct, strict=False)
+@by_type(is_direct)
 def _is_direct(source, layout):
     if "y" not in source.fields:
         return lambda source, layout: False
@@ -80,7 +79,7 @@ def step_there(source: Any, drive: Any, tile: Any, b: Any, affine: Any, to: Any,
     """
 
 
-@overload(step_there, strict=False)
+@by_type(step_there)
 def _step_there(source, drive, tile, b, affine, to, span, of):
     if "y" not in source.fields:
         return lambda source, drive, tile, b, affine, to, span, of: None

@@ -12,12 +12,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 from numba.np import arrayobj
 
 from sj_tac.kernels.cpu.arguments import Neuron, Neurons
 from sj_tac.kernels.cpu.geometry import PITCH, TILE
 from sj_tac.kernels.cpu.halves import lower_half_cut, narrowed, upper_half, widened
+from sj_tac.kernels.cpu.linked import by_type
 from sj_tac.kernels.cpu.prefetch import fetch
 from sj_tac.kernels.cpu.registers import LANES, WIDE
 from sj_tac.kernels.cpu.steps import AS_LIF, AS_LIF_DECAY, AS_MERGED, AS_PLIF, AS_PLIF_DECAY, after, charged
@@ -329,6 +330,6 @@ def stepped(b: Any, at: Any, read: Any, affine: Any, out: Any, span: Any, of: An
             b[SUM + here] = total
 
 
-@overload(stepped)
+@by_type(stepped)
 def _stepped(b, at, read, affine, out, span, of):
     return lambda b, at, read, affine, out, span, of: _stepping(b, at, read, affine, out, span, of)  # type: ignore[call-arg]
