@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sj_tac.kernels.checks import check_aggregate, refuse_dtype
-from sj_tac.kernels.cpu.threads import ALONE, flat, frames_or_none, share, vector
+from sj_tac.kernels.cpu import costs, threads
+from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last
 
@@ -58,9 +59,9 @@ def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") ->
     else:
         out = _like(x, -(-shape[0] // group))
         rows, written = _rows(x, x), _rows(out, x)
-    pieces, work = -(-rows.shape[1] // numba_aggregate.PIECE), rows.size
+    pieces, work = -(-rows.shape[1] // numba_aggregate.PIECE), int(rows.size * costs.SUMMED)
     assert rows.shape[0] == shape[0] == weights.numel(), (rows.shape, weights.shape)
-    if work < ALONE:
+    if work < threads.ALONE:
         numba_aggregate.forward.serial(0, pieces, rows, vector(weights, x), group, written)
     else:
         share(numba_aggregate.forward, pieces, work, rows, vector(weights, x), group, written)
@@ -94,7 +95,8 @@ def aggregate_backward(
     written = numba_aggregate.Gradients(
         _rows(gx, x) if need_x else frames_or_none(None, False, x).reshape(frames, 0), partial.numpy()
     )
-    share(numba_aggregate.backward, pieces, 2 * x.numel(), read, group, vector(weights.new_zeros(1), x)[0], written)
+    zero, work = vector(weights.new_zeros(1), x)[0], int(x.numel() * costs.SUMMED_BACK)
+    share(numba_aggregate.backward, pieces, work, read, group, zero, written)
     RUNS["aggregate", "numba"] += 1
     return gx, partial.sum(0) if need_weights else weights.new_empty(0)
 

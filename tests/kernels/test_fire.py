@@ -252,6 +252,8 @@ SCRIPT = """
 import sys, threading, torch
 from spikingjelly.activation_based import neuron
 from sj_tac.functional import fire
+from sj_tac.kernels.cpu import threads as of_kernels
+of_kernels.ALONE = 0
 if sys.argv[1] == "lazy":
     assert "numba" not in sys.modules
     sys.exit()

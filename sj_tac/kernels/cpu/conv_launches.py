@@ -18,7 +18,7 @@ import torch
 from numba import config
 from torch import Tensor
 
-from sj_tac.kernels.cpu import forward, halves, sources
+from sj_tac.kernels.cpu import costs, forward, halves, sources
 from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, OddWindows, Outputs, SlidInputs, Windows
 from sj_tac.kernels.cpu.conv_sources import source_of, with_room
 from sj_tac.kernels.cpu.launches import Launch
@@ -237,7 +237,7 @@ def differing(conv: Convolution, frames: Tensor, filters: Tensor, bias: Tensor |
         slots = samples * channels * -(-height // 2) * -(-width // 2)
         layout = (OddWindows if height % 2 or width % 2 else Windows)(False, height, width, channels)
     found, made = np.zeros(slots, np.int64), flat(y.float(), conv.last, y).view(np.int32)
-    share(sources.differing, slots, y.numel() * 4, source, made, layout, found)
+    share(sources.differing, slots, int(y.numel() * costs.COMPARED), source, made, layout, found)
     return int(np.count_nonzero(found))
 
 
@@ -258,6 +258,7 @@ class ConvLaunch(Launch):
                 f"{conv.dtype}, channels_last: {conv.last}, no residual, and in contiguous memory a MaxPool of 2 x 2 windows"
             )
         self.conv, self.map = conv, o.y.shape[3:]
+        self.work += int(o.y.numel() * costs.CONVOLVED)
         self.read = *o.y.shape[:2], conv.inputs, conv.height, conv.width
         self.filters = o.y.shape[2], conv.inputs, conv.high, conv.wide
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sj_tac.kernels.cpu import laying
+from sj_tac.kernels.cpu import costs, laying
 from sj_tac.kernels.cpu.arguments import Convolved, Slid
 from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.threads import share
@@ -53,8 +53,7 @@ def with_border(conv: Convolution, frames: Tensor, high: int, wide: int, spare: 
     out = np.empty(size + spare * together, kind)
     out[size:] = 0
     lays, units = (laying.pixels, count * high) if conv.last else (laying.columns, count * (channels // together) * high)
-    # It costs an eighth of what as many steps do.
-    share(lays, units, size // 8, numbers, of, kind(0), out)
+    share(lays, units, int(size * costs.LAID), numbers, of, kind(0), out)
     return out.view(np.int32) if conv.narrow else out
 
 

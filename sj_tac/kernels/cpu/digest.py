@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from sj_tac.kernels.cpu import costs
 from sj_tac.kernels.cpu.arguments import Array
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.threads import share
 
 # Numbers that are summed up by themselves: their places among the pieces count, as well as those within a piece.
 PIECE = 2**14
-# A number takes this share of the time of a neuron's step.
-_SHARE = 8
 _A, _B, _C, _D = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35), np.uint32(0x27D4EB2F)
 _15, _13, _16 = np.uint32(15), np.uint32(13), np.uint32(16)
 
@@ -48,5 +47,5 @@ def digest(numbers: np.ndarray[Any, Any]) -> bytes:
     bits: Array = numbers.view(np.uint32)
     pieces = -(-bits.size // PIECE)
     found = np.empty((pieces, 2), np.uint32)
-    share(_sums, pieces, bits.size // _SHARE, bits, found, 0, 0)
+    share(_sums, pieces, int(bits.size * costs.DIGESTED), bits, found, 0, 0)
     return found.tobytes()

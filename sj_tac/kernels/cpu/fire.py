@@ -14,6 +14,7 @@ from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels.checks import WIDE, emitted_shape
 from sj_tac.kernels.cpu import (
     backward as tile_backward,
+    costs,
     forward as tile_forward,
     overlaps as sheet_forward,
     overlaps_backward as sheet_backward,
@@ -168,16 +169,17 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
         written = Outputs(flat(out, last, y), flat(v, last, y))
     if sheets:
         units, sheet = _sheets(o, last, BLOCK)
-        share(sheet_forward.forward, units, frame * steps, read, neuron, sheet, written)
+        share(sheet_forward.forward, units, costs.forward(frame * steps, sheet), read, neuron, sheet, written)
     elif tiled:
         units, tile = _tiles(o, last)
-        share(tile_forward.forward, units, frame * steps, read, neuron_of_tiles(o), tile, written)
+        share(tile_forward.forward, units, costs.forward(frame * steps, tile), read, neuron_of_tiles(o), tile, written)
     else:
         planes = y.shape[1] * channels
         read = Inputs(_planes(y, planes, y), vector(None, y), *affine, _planes(o.v0, planes, y), *shared, ws, o.group)
         _fit(read, frame, channels, steps)
         written = Outputs(_planes(out, planes, y), _planes(v, planes, y))
-        share(plane_kernels.forward, planes, frame * steps, read, neuron, _pool(o, out.shape[4], type(neuron.one)), written)
+        pool = _pool(o, out.shape[4], type(neuron.one))
+        share(plane_kernels.forward, planes, costs.forward(frame * steps, None), read, neuron, pool, written)
     return out, v
 
 
@@ -216,9 +218,9 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
         _fit(read, frame, c, steps)
         written = Gradients(flat(gy, last, y), vector(None, y) if o.v0 is None else flat(gv0, last, y), *partial, chunk)
         if sheets:
-            share(sheet_backward.backward, chunks, 3 * frame * steps, read, slopes, sheet, written)
+            share(sheet_backward.backward, chunks, costs.backward(frame * steps, sheet), read, slopes, sheet, written)
         else:
-            share(tile_backward.backward, chunks, 3 * frame * steps, read, slopes, tile, written)
+            share(tile_backward.backward, chunks, costs.backward(frame * steps, tile), read, slopes, tile, written)
     else:
         read = Arriving(
             _planes(go, chunks, y), _planes(gv, chunks, y), _planes(y, chunks, y), *affine, _planes(o.v0, chunks, y),
@@ -227,7 +229,7 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
         _fit(read, frame, c, steps)
         written = Gradients(_planes(gy, chunks, y), _planes(None if o.v0 is None else gv0, chunks, y), *partial, 1)
         pool = _pool(o, go.shape[4], type(slopes.one))
-        share(plane_kernels.backward, chunks, 3 * frame * steps, read, slopes, pool, written)
+        share(plane_kernels.backward, chunks, costs.backward(frame * steps, None), read, slopes, pool, written)
     by_channel = sums.view(2, -1, c).sum(1) if c else sums
     none = y.new_empty(0, dtype=wide)
     return (

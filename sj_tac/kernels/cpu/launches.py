@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sj_tac.kernels.backends import NUMBA
 from sj_tac.kernels.checks import WIDE, check_fire, emitted_shape
-from sj_tac.kernels.cpu import fire, forward as kernel
+from sj_tac.kernels.cpu import costs, fire, forward as kernel, threads
 from sj_tac.kernels.cpu.arguments import Inputs, Outputs
-from sj_tac.kernels.cpu.threads import ALONE, flat, frames_or_none, share, vector
+from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
 from sj_tac.kernels.layout import RUNS, is_channels_last
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import in_tiles, overlap
@@ -57,8 +57,9 @@ class Launch:
         self.rest = (steps, fire._linear(o).copy(), vector(o.weights, y).copy(), o.group)
         self.size, self.frame = y.numel(), y[0].numel()
         self.affine = 0 if o.scale is None else y.shape[2]
-        self.work = self.frame * sum(o.lengths)
-        self.added = 0 if o.residual is None else self.work
+        steps_in_all = self.frame * sum(o.lengths)
+        self.work = costs.forward(steps_in_all, self.layout)
+        self.added = 0 if o.residual is None else steps_in_all
 
     def _lying(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape in the order in which its numbers lie."""
@@ -94,7 +95,7 @@ class Launch:
         read = tuple.__new__(Inputs, (drives, added, scales, shifts, voltages, *self.rest))
         put_out = (out.view(torch.int16) if dtype is torch.bfloat16 else out).numpy().reshape(-1)
         written = tuple.__new__(Outputs, (put_out, v.numpy().reshape(-1)))
-        if self.work < ALONE:
+        if self.work < threads.ALONE:
             kernel.forward.serial(0, self.units, read, self.neuron, self.layout, written)
         else:
             share(kernel.forward, self.units, self.work, read, self.neuron, self.layout, written)

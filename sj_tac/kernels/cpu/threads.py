@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 # The process that started Numba's threads; a forked child must not touch them.
 _STARTED_IN: list[int] = []
-# Below this many neuron steps a second thread costs more than it saves.
-ALONE = 20_000
+# Nanoseconds of work below which a second thread costs more than it saves: its start takes 20 us in a loop, and 50 to 100
+# in a net, whose convolutions have filled the caches since the last one.
+ALONE = 50_000
 
 
 @cache
@@ -51,7 +52,7 @@ def share(kernel: Kernel, units: int, work: int, *operands: Any) -> None:
     """``kernel`` over ``units`` pieces that do not depend on each other, nor on how many threads there are.
 
     Args:
-        work: neuron steps in all, or whatever costs as much.
+        work: about how many nanoseconds it takes one thread (costs.py).
     """
     import numba
 
