@@ -65,15 +65,17 @@ _OF_LOOP = (types.int64,) * 4
 
 
 @intrinsic
-def _share_out(_typing, loop, address, threads, units, a, b, c, d):
-    """``_loop``, by its address, over what Numba compiled for (int64, int64, a, b, c, d), by its address.
+def _share_out(_typing, at, over, a, b, c, d):
+    """``_loop`` over what Numba compiled for (int64, int64, a, b, c, d): ``at`` are the addresses of both.
 
-    The operands lie in memory meanwhile, and what each thread runs takes them from there: 1 where it failed, else 0.
+    ``over``: threads and units. The operands lie in memory meanwhile, and what each thread runs takes them from there: 1
+    where it failed, else 0.
     """
     operands = (a, b, c, d)
 
     def codegen(context, builder, _signature, values):
-        loop_at, address, threads, units, *others = values
+        (loop_at, address), (threads, units) = (cgutils.unpack_tuple(builder, x) for x in values[:2])  # type: ignore[no-untyped-call]
+        others = values[2:]
         conv, laid = context.call_conv, ir.LiteralStructType([value.type for value in (address, *others)])
         place = cgutils.alloca_once(builder, laid)  # type: ignore[no-untyped-call]
         for i, value in enumerate((address, *others)):
@@ -94,7 +96,8 @@ def _share_out(_typing, loop, address, threads, units, a, b, c, d):
         status, failed = conv.call_function(builder, loop_at, types.int64, _OF_LOOP, given)
         return builder.select(status.is_error, _WHOLE(1), failed)
 
-    return types.int64(*(types.int64,) * 4, *operands), codegen
+    pair = types.UniTuple(types.int64, 2)  # type: ignore[no-untyped-call]
+    return types.int64(pair, pair, *operands), codegen
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -106,7 +109,8 @@ def _on_threads(addresses, threads, units, a, b, c, d):
     identity = _identity_of(a, b, c, d)  # type: ignore[call-arg,var-annotated]
     for row in range(addresses.shape[0]):
         if addresses[row, 0] == identity:
-            return _share_out(addresses[row, 2], addresses[row, 1], threads, units, a, b, c, d)
+            at = addresses[row, 2], addresses[row, 1]
+            return _share_out(at, (threads, units), a, b, c, d)
     return -1
 
 
