@@ -29,8 +29,10 @@ def shared(monkeypatch):
 
     monkeypatch.setattr(compiled.Kernel, "parallel", noted)
     monkeypatch.setattr(threads, "are_safe", lambda: True)
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    return started
+    yield started
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -1,34 +1,35 @@
 """How long kernels take on one thread, in nanoseconds: whether more threads are worth their start (threads.py).
 
-Rough numbers, of 2 cores of an AMD EPYC (``benchmarks.bandwidth`` and ``benchmarks.operators`` time the kernels themselves).
+Measured on an AMD EPYC, and right within a factor of about three there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sj_tac.kernels.cpu.arguments import Sheets, Windows
+from sj_tac.kernels.cpu.arguments import OddWindows, Sheets, Windows
 
-# Of a neuron's step: straight from where drives lie; in windows whose rows are too short to fill registers; on maps that
-# windows do not fill; in sheets of overlapping windows, channels_last and contiguous; over planes.
+# Of a neuron's step: straight from where drives lie; in contiguous windows; on maps that windows do not fill; in sheets of
+# overlapping windows, channels_last and contiguous; over planes.
 STEP, IN_WINDOWS, ON_ODD_MAPS = 0.15, 0.4, 1.0
 IN_SHEETS, IN_CONTIGUOUS_SHEETS, ON_PLANES = 0.45, 1.0, 1.8
 # Of a number: in sums of frames, their gradients, a digest, and in laying out a first layer's frames.
 SUMMED, SUMMED_BACK, DIGESTED, LAID = 0.2, 0.5, 0.2, 0.3
 # Of a drive that is made of a first layer's frames, its steps aside, and of one that is compared as well.
-CONVOLVED, COMPARED = 0.3, 1.0
+CONVOLVED, COMPARED = 0.3, 3.0
 
 
 def forward(steps: int, layout: Any) -> int:
     """Of so many neurons' steps, by how they lie: Neurons, Windows, OddWindows, Sheets; None for planes."""
     if layout is None:
-        return int(steps * ON_PLANES)
-    if isinstance(layout, Sheets):
-        return int(steps * (IN_SHEETS if layout.last else IN_CONTIGUOUS_SHEETS))
-    in_windows = len(layout) >= len(Windows._fields)
-    if len(layout) > len(Windows._fields):
-        return int(steps * ON_ODD_MAPS)
-    return int(steps * (IN_WINDOWS if in_windows and not layout.last else STEP))
+        of_each = ON_PLANES
+    elif isinstance(layout, Sheets):
+        of_each = IN_SHEETS if layout.last else IN_CONTIGUOUS_SHEETS
+    elif isinstance(layout, OddWindows):
+        of_each = ON_ODD_MAPS
+    else:
+        of_each = IN_WINDOWS if isinstance(layout, Windows) and not layout.last else STEP
+    return int(steps * of_each)
 
 
 def backward(steps: int, layout: Any) -> int:
