@@ -11,6 +11,7 @@ from sj_tac import host
 from sj_tac.kernels import backends, fire as kernels, reference
 from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.gpu import conv_fire
+from sj_tac.kernels.layout import is_channels_last
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
 from sj_tac.runtime.deferred import Deferred
@@ -105,7 +106,7 @@ def find(
 def _prepare(
     unit: Unit, node: Any, inputs: Inputs, of: tuple[Groups, torch.dtype, Any], wanted: Sums | None, drives: Deferred | None
 ) -> Prepared | None:
-    """A launch for such inputs; None where neither CUDA kernels run nor, on the CPU, those of tiles.
+    """A launch for such inputs; None where neither CUDA kernels run nor, on the CPU, those in registers.
 
     ``of``: the groups of the drives, the dtype of what is put out, and that of the frames, with their device.
     """
@@ -140,17 +141,20 @@ def _prepare(
 
 
 def _launch(o: Operands, kernel: str, one: Any, emitted: torch.dtype) -> Launch | None:
-    """A launch of the kernel of this name, with a convolution in it or not; None of those on the CPU that are no tiles'."""
+    """A launch of the kernel of this name, with a convolution in it or not; None of those on the CPU that do not run in
+    registers.
+    """
     if one is not None and kernel in backends.ON_CUDA:
         return conv_fire.ConvLaunch(o, kernel, one)
     if kernel in backends.ON_CUDA:
         from sj_tac.kernels.gpu import launches as on_cuda
 
         return on_cuda.Launch(o, kernel)
-    if not in_tiles(o.y, o.pool, o.window) or overlap(o.pool, o.window):
+    in_cells = overlap(o.pool, o.window)
+    if not in_tiles(o.y, o.pool, o.window) or (in_cells and not (is_channels_last(o.y) and o.residual is None)):
         return None
     from sj_tac.kernels.cpu import conv_launches, launches as on_cpu  # they import Numba
 
     if one is None:
         return on_cpu.Launch(o, emitted)
-    return conv_launches.ConvLaunch(o, one, emitted) if one.last or o.pool != NO_POOL else None
+    return conv_launches.ConvLaunch(o, one, emitted) if not in_cells and (one.last or o.pool != NO_POOL) else None

@@ -22,6 +22,9 @@ NODES = {
     "PLIF, drives not divided": lambda: neuron.ParametricLIFNode(decay_input=False, v_threshold=0.9, step_mode="m"),
 }
 FORMATS = torch.contiguous_format, torch.channels_last
+POOLS = {"no pool": None, "MaxPool2d": layer.MaxPool2d(2), "windows that overlap": layer.MaxPool2d(3, 2, 1)}
+# Contiguous, windows that overlap are for another kernel.
+LYING = [(pool, format) for pool in POOLS for format in FORMATS if pool != "windows that overlap" or format is FORMATS[1]]
 # Fewer than fill a register, as many, one more, some blocks of them and what is left over.
 CHANNELS = sorted({1, 2, 5, LANES - 1, LANES, LANES + 1, 2 * LANES, 3 * LANES + 4, 4 * LANES, 9 * LANES + 3})
 
@@ -37,7 +40,9 @@ def lengths_of(draw):
 def call_of(draw, node, dtype, pool, format):
     """A call of drives that excite neurons, of a random size."""
     lengths, group = lengths_of(draw)
-    size = draw.randint(1, 2), draw.choice(CHANNELS), *((draw.choice((2, 4, 5, 8)), draw.choice((2, 3, 4, 10))))
+    # One channel lies alike in both formats.
+    channels = draw.choice(CHANNELS[1:] if pool == "windows that overlap" else CHANNELS)
+    size = draw.randint(1, 2), channels, *((draw.choice((2, 4, 5, 8)), draw.choice((2, 3, 4, 10))))
     generator = torch.Generator().manual_seed(draw.randint(0, 10**6))
     y = torch.randn(len(lengths) * size[0], *size[1:], generator=generator).mul(0.7).add(0.05).to(dtype)
     y = y.to(memory_format=format).unflatten(0, (len(lengths), size[0]))
@@ -48,7 +53,7 @@ def call_of(draw, node, dtype, pool, format):
     v = torch.randn(size, generator=generator, dtype=wide) if draw.random() < 0.5 else None
     if weights is None:
         group = 1
-    return fire.Call(y, node, lengths, v, None, *norm, layer.MaxPool2d(2) if pool else None, weights, group)
+    return fire.Call(y, node, lengths, v, None, *norm, POOLS[pool], weights, group)
 
 
 def run(draw, node, dtype, pool, format):
@@ -63,8 +68,7 @@ def run(draw, node, dtype, pool, format):
     return float((expected[0] != 0).float().mean())
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("pool", [False, True], ids=["no pool", "MaxPool2d"])
+@pytest.mark.parametrize(("pool", "format"), LYING, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_any_size_and_rhythm(dtype, pool, format):
     draw = random.Random(str((dtype, pool, format)))
@@ -72,7 +76,7 @@ def test_any_size_and_rhythm(dtype, pool, format):
     assert 0.1 < sum(rates) / len(rates) < 0.9
 
 
-@pytest.mark.parametrize("pool", [False, True], ids=["no pool", "MaxPool2d"])
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", NODES)
 def test_any_neuron(name, pool):
     draw = random.Random(name)
@@ -83,11 +87,21 @@ def test_any_neuron(name, pool):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NODES)
 def test_any_neuron_in_other_dtypes(name, dtype):
-    """Every other one behind a pool: a kernel is compiled for each."""
-    draw, pool = random.Random(name), list(NODES).index(name) % 2 == 1
+    """Behind one pool or none: a kernel is compiled for each."""
+    draw, pool = random.Random(name), list(POOLS)[list(NODES).index(name) % len(POOLS)]
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     rates = [run(draw, NODES[name]().to(wide), dtype, pool, torch.channels_last) for _ in range(15)]
     assert 0.05 < sum(rates) / len(rates) < 0.9
+
+
+def test_what_other_kernels_run_is_refused():
+    y = torch.randn(2, 1, 4, 6, 6)
+    of_contiguous = fire.Call(y, NODES["LIF"](), [1, 1], pool=POOLS["windows that overlap"])
+    last = y.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, (2, 1))
+    with_residual = of_contiguous._replace(y=last, residual=last.clone())
+    for call in of_contiguous, with_residual:
+        with pytest.raises(ValueError, match="in registers"):
+            Launch(fire.operands(call, None))
 
 
 def test_blocks_of_several_registers_are_among_the_sizes():
@@ -96,8 +110,7 @@ def test_blocks_of_several_registers_are_among_the_sizes():
 
 
 @pytest.mark.parametrize("at_rest", [True, False], ids=["at rest", "not at rest"])
-@pytest.mark.parametrize("format", FORMATS, ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("pool", [False, True], ids=["no pool", "MaxPool2d"])
+@pytest.mark.parametrize(("pool", "format"), LYING, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [(2, 128, 34, 34), (3, 40, 60, 50), (1, 33, 101, 92)], ids=str)
 @torch.no_grad()
@@ -110,7 +123,7 @@ def test_voltages_of_large_maps(size, dtype, pool, format, at_rest):
     v = None if at_rest else torch.randn(size, generator=generator).mul(0.3).to(wide)
     assert math.prod(size) * wide.itemsize >= forward.LARGE
     for _ in range(2):
-        call = fire.Call(y, NODES["LIF"](), [2, 1], v, pool=layer.MaxPool2d(2) if pool else None)
+        call = fire.Call(y, NODES["LIF"](), [2, 1], v, pool=POOLS[pool])
         expected = fire.run_reference(call, None)
         found = Launch(fire.operands(call, None))(call.y, call.v, None, (None, None))
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

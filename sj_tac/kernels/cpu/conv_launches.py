@@ -26,7 +26,7 @@ from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.threads import flat, share
 from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import NO_POOL
+from sj_tac.kernels.pools import NO_POOL, overlap
 
 # Whether torch's convolution was found to be this one, by all that this check depends on: many kinds of call share it, as of
 # large batches only some samples are compared. And what was found for a kind of call. How many of either are kept.
@@ -250,12 +250,13 @@ class ConvLaunch(Launch):
     def __init__(self, o: Operands, conv: Convolution, dtype: torch.dtype | None = None) -> None:
         """``o.y`` only says what the drives are like. Raises ValueError as ``Launch``, and for a residual."""
         super().__init__(o, dtype)
-        fits = self.last is conv.last and (self.last or o.pool != NO_POOL)
+        fits = self.last is conv.last and (self.last or o.pool != NO_POOL) and not overlap(o.pool, o.window)
         if not fits or o.residual is not None or o.y.dtype is not conv.dtype:
             raise ValueError(
                 f"convolution and fire in one kernel got drives {list(o.y.shape)} of {o.y.dtype}, channels_last: "
-                f"{self.last}, a residual: {o.residual is not None}, a pool: {o.pool != NO_POOL}; it takes "
-                f"{conv.dtype}, channels_last: {conv.last}, no residual, and in contiguous memory a MaxPool of 2 x 2 windows"
+                f"{self.last}, a residual: {o.residual is not None}, pool {o.pool} of windows {list(o.window)}; it takes "
+                f"{conv.dtype}, channels_last: {conv.last}, no residual, and MaxPool of 2 x 2 windows or, in channels_last, "
+                "no pool"
             )
         self.conv, self.map = conv, o.y.shape[3:]
         self.work += int(o.y.numel() * costs.CONVOLVED)

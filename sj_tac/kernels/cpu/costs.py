@@ -9,10 +9,10 @@ from typing import Any
 
 from sj_tac.kernels.cpu.arguments import OddWindows, Sheets, Windows
 
-# Of a neuron's step: straight from where drives lie; in contiguous windows; on maps that windows do not fill; in sheets of
-# overlapping windows, channels_last and contiguous; over planes.
+# Of a neuron's step: straight from where drives lie; in contiguous windows; on maps that windows do not fill; in cells of
+# overlapping windows, channels_last; in sheets of them, channels_last (backward alone) and contiguous; over planes.
 STEP, IN_WINDOWS, ON_ODD_MAPS = 0.15, 0.4, 1.0
-IN_SHEETS, IN_CONTIGUOUS_SHEETS, ON_PLANES = 0.45, 1.0, 1.8
+IN_CELLS, IN_SHEETS, IN_CONTIGUOUS_SHEETS, ON_PLANES = 0.2, 0.45, 1.0, 1.8
 # Of a number: in sums of frames, their gradients, a digest, and in laying out a first layer's frames.
 SUMMED, SUMMED_BACK, DIGESTED, LAID = 0.2, 0.5, 0.2, 0.3
 # Of a drive that is made of a first layer's frames, its steps aside, and of one that is compared as well.
@@ -21,17 +21,20 @@ CONVOLVED, COMPARED = 0.3, 3.0
 
 def forward(steps: int, layout: Any) -> int:
     """Of so many neurons' steps, by how they lie: Neurons, Windows, OddWindows, Sheets; None for planes."""
-    if layout is None:
-        of_each = ON_PLANES
-    elif isinstance(layout, Sheets):
-        of_each = IN_SHEETS if layout.last else IN_CONTIGUOUS_SHEETS
-    elif isinstance(layout, OddWindows):
-        of_each = ON_ODD_MAPS
-    else:
-        of_each = IN_WINDOWS if isinstance(layout, Windows) and not layout.last else STEP
-    return int(steps * of_each)
+    return int(steps * (IN_CELLS if isinstance(layout, Sheets) and layout.last else _of_each(layout)))
 
 
 def backward(steps: int, layout: Any) -> int:
     """Of their backward, which takes the steps once more, back and with a surrogate's derivative."""
-    return 3 * forward(steps, layout) + steps // 2
+    return 3 * int(steps * _of_each(layout)) + steps // 2
+
+
+def _of_each(layout: Any) -> float:
+    """Of a step by tiles, sheets or planes."""
+    if layout is None:
+        return ON_PLANES
+    if isinstance(layout, Sheets):
+        return IN_SHEETS if layout.last else IN_CONTIGUOUS_SHEETS
+    if isinstance(layout, OddWindows):
+        return ON_ODD_MAPS
+    return IN_WINDOWS if isinstance(layout, Windows) and not layout.last else STEP

@@ -18,6 +18,7 @@ from sj_tac.kernels.cpu import (
     forward as tile_forward,
     overlaps as sheet_forward,
     overlaps_backward as sheet_backward,
+    overlaps_last as cell_forward,
     planes as plane_kernels,
     surrogate,
 )
@@ -110,6 +111,11 @@ def _tiles(o: Operands, last: bool) -> tuple[int, Neurons | Windows | OddWindows
     return slots, (OddWindows if height % 2 or width % 2 else Windows)(last, height, width, c)
 
 
+def sheets_of(o: Operands, last: bool) -> tuple[int, Sheets]:
+    """``_sheets`` of the forward."""
+    return _sheets(o, last, BLOCK)
+
+
 def _sheets(o: Operands, last: bool, most: int) -> tuple[int, Sheets]:
     """How many sheets of 3x3 windows a frame has, and how they lie; at most so many channels each."""
     _, n, c, height, width = o.y.shape
@@ -136,9 +142,12 @@ def _fit(read: Inputs | Arriving, frame: int, channels: int, steps: int) -> None
     assert fits, (frame, channels, steps, {name: np.shape(x) for name, x in read._asdict().items()})
 
 
-def _wide(o: Operands) -> Operands | None:
-    """The call on float32 frames where the kernel that would run it does not read these; None where it does."""
-    if o.y.dtype is WIDE[o.y.dtype] or (in_tiles(o.y, o.pool, o.window) and not overlap(o.pool, o.window)):
+def _wide(o: Operands, back: bool) -> Operands | None:
+    """The call on float32 frames where the kernel that would run it, or its backward, does not read these; else None."""
+    in_registers = in_tiles(o.y, o.pool, o.window)
+    if overlap(o.pool, o.window):
+        in_registers = not back and o.residual is None and is_channels_last(o.y)
+    if o.y.dtype is WIDE[o.y.dtype] or in_registers:
         return None
     wide = WIDE[o.y.dtype]
     return o._replace(y=o.y.to(wide), residual=None if o.residual is None else o.residual.to(wide))
@@ -146,7 +155,7 @@ def _wide(o: Operands) -> Operands | None:
 
 def forward(o: Operands) -> tuple[Tensor, Tensor]:
     """Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False."""
-    if (wide := _wide(o)) is not None:
+    if (wide := _wide(o, False)) is not None:
         found, voltages = forward(wide)
         return found.to(o.y.dtype), voltages
     tiled, sheets = in_tiles(o.y, o.pool, o.window), overlap(o.pool, o.window)
@@ -168,8 +177,9 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
         _fit(read, frame, channels, steps)
         written = Outputs(flat(out, last, y), flat(v, last, y))
     if sheets:
-        units, sheet = _sheets(o, last, BLOCK)
-        share(sheet_forward.forward, units, costs.forward(frame * steps, sheet), read, neuron, sheet, written)
+        units, sheet = sheets_of(o, last)
+        run, of_sheets = (cell_forward.forward, neuron_of_tiles(o)) if last else (sheet_forward.forward, neuron)
+        share(run, units, costs.forward(frame * steps, sheet), read, of_sheets, sheet, written)
     elif tiled:
         units, tile = _tiles(o, last)
         share(tile_forward.forward, units, costs.forward(frame * steps, tile), read, neuron_of_tiles(o), tile, written)
@@ -185,7 +195,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
 
 def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Tensor, ...]:
     """Gradients to y, scale, shift, v0, linear and weights; empty for what is None, zero for a linear that needs none."""
-    if (whole := _wide(o)) is not None:
+    if (whole := _wide(o, True)) is not None:
         gy, *others = backward(go.to(whole.y.dtype), gv, whole, need_linear)
         return gy.to(o.y.dtype), *others
     y, steps, wide = o.y, sum(o.lengths), WIDE[o.y.dtype]

@@ -6,12 +6,14 @@ and which kernel it is. A launch knows all that; whoever keeps one must ask for 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sj_tac.kernels.backends import NUMBA
 from sj_tac.kernels.checks import WIDE, check_fire, emitted_shape
-from sj_tac.kernels.cpu import costs, fire, forward as kernel, threads
+from sj_tac.kernels.cpu import costs, fire, forward, overlaps_last, threads
 from sj_tac.kernels.cpu.arguments import Inputs, Outputs
 from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
 from sj_tac.kernels.layout import RUNS, is_channels_last
@@ -34,24 +36,27 @@ class Launch:
     # fmt: off
     __slots__ = (
         "added", "affine", "dense", "dtype", "frame", "last", "layout", "neuron", "no_frames", "none", "out", "rest",
-        "shape", "size", "units", "v", "work",
+        "run", "shape", "size", "units", "v", "work",
     )
     # fmt: on
 
     def __init__(self, o: Operands, dtype: torch.dtype | None = None) -> None:
-        """Raises ValueError where the operands do not fit each other, or are not for the tile kernels."""
+        """Raises ValueError where the operands do not fit each other, or are for other kernels."""
         check_fire(o)
-        if not in_tiles(o.y, o.pool, o.window) or overlap(o.pool, o.window) or not o.y.numel():
-            raise ValueError("a launch is made for drives that the tile kernels run")
-        y = o.y
+        y, in_cells = o.y, overlap(o.pool, o.window)
         self.last = is_channels_last(y)
+        fits = in_tiles(y, o.pool, o.window) and (not in_cells or (self.last and o.residual is None))
+        if not fits or not y.numel():
+            raise ValueError("a launch is made for drives that kernels run in registers")
+        self.run = overlaps_last.forward if in_cells else forward.forward
         self.dtype = y.dtype if dtype is None else dtype
         self.dense = y.is_contiguous() and y.dtype is not torch.bfloat16
         self.shape = emitted_shape(o)
         self.out, self.v = self._lying(self.shape), self._lying(tuple(y.shape[1:]))
         self.none, self.no_frames = vector(None, y), frames_or_none(None, self.last, y)
         self.neuron = fire.neuron_of_tiles(o)
-        self.units, self.layout = fire._tiles(o, self.last)
+        self.layout: Any
+        self.units, self.layout = fire.sheets_of(o, True) if in_cells else fire._tiles(o, self.last)
         steps = fire._steps_of(tuple(o.lengths))
         # In the order of Inputs, behind the voltages.
         self.rest = (steps, fire._linear(o).copy(), vector(o.weights, y).copy(), o.group)
@@ -96,9 +101,9 @@ class Launch:
         put_out = (out.view(torch.int16) if dtype is torch.bfloat16 else out).numpy().reshape(-1)
         written = tuple.__new__(Outputs, (put_out, v.numpy().reshape(-1)))
         if self.work < threads.ALONE:
-            kernel.forward.serial(0, self.units, read, self.neuron, self.layout, written)
+            self.run.serial(0, self.units, read, self.neuron, self.layout, written)
         else:
-            share(kernel.forward, self.units, self.work, read, self.neuron, self.layout, written)
+            share(self.run, self.units, self.work, read, self.neuron, self.layout, written)
         RUNS["fire", "numba"] += 1
         # Detached, a view is none: who detaches the voltage in place must not meet one.
         return (out.movedim(-1, -3), v.movedim(-1, -3).detach()) if self.last else (out, v)

@@ -37,7 +37,7 @@ def _constant(number: Any) -> Any:
     return ir.Constant(_WHOLE, int(number))
 
 
-class _Lanes:
+class Lanes:
     """Registers' loads and stores: of ``some`` numbers of each, from the first on, where not of all."""
 
     def __init__(self, builder: Any, some: Any = None) -> None:
@@ -86,7 +86,7 @@ class _Lanes:
             self._some("store", kind, ir.VoidType(), [value, place, _INDEX(2), self.mask])
 
 
-def _charged(builder: Any, x: Any, v: Any, mode: Any, of: dict[str, Any]) -> Any:
+def charge(builder: Any, x: Any, v: Any, mode: Any, of: dict[str, Any]) -> Any:
     """``steps.charged`` of a register."""
     add, sub, mul, div = builder.fadd, builder.fsub, builder.fmul, builder.fdiv
     rest, tau = of.get("rest"), of["tau"]
@@ -105,7 +105,7 @@ def _charged(builder: Any, x: Any, v: Any, mode: Any, of: dict[str, Any]) -> Any
     return add(v, x)
 
 
-def _after(builder: Any, h: Any, fired: Any, of: dict[str, Any]) -> Any:
+def reset(builder: Any, h: Any, fired: Any, of: dict[str, Any]) -> Any:
     """``steps.after`` of a register."""
     low, high = of["low"], of.get("high")
     if high is None:
@@ -124,7 +124,7 @@ class _Block(NamedTuple):
         in_buffer, in_source, in_out, of_affine: where each one's first number lies.
     """
 
-    lanes: _Lanes
+    lanes: Lanes
     xs: list[list[Any]]
     vs: list[list[Any]]
     sums: list[Any]
@@ -154,7 +154,7 @@ class _Emitter:
         def is_given(x: Any) -> Any:
             return builder.icmp_signed("!=", x, _constant(0))
 
-        self.builder, self.every = builder, _Lanes(builder)
+        self.builder, self.every = builder, Lanes(builder)
         (of_neuron, neuron), (layout, _) = item("of", 0), item("of", 1)
         self.in_windows = len(layout) > len(Neurons._fields)
         self.mode = of_neuron.instance_class.as_type
@@ -192,7 +192,7 @@ class _Emitter:
 
         in_run, there = builder.mul(run, self.count), builder.add(self.start, builder.mul(run, self.apart))
         return _Block(
-            _Lanes(builder, some),
+            Lanes(builder, some),
             [[variable() for _ in self.corners] for _ in range(registers)],
             [[variable() for _ in self.corners] for _ in range(registers)],
             [variable() for _ in range(registers)],
@@ -240,9 +240,9 @@ class _Emitter:
             for xs, vs, total in zip(block.xs, block.vs, block.sums, strict=True):
                 any_fired = None
                 for x, v in zip(xs, vs, strict=True):
-                    h = _charged(builder, builder.load(x), builder.load(v), self.mode, numbers)
+                    h = charge(builder, builder.load(x), builder.load(v), self.mode, numbers)
                     fired = builder.fcmp_ordered(">=", h, numbers["threshold"])
-                    builder.store(_after(builder, h, fired, numbers), v)
+                    builder.store(reset(builder, h, fired, numbers), v)
                     any_fired = fired if any_fired is None else builder.or_(any_fired, fired)
                 so_far = builder.load(total)
                 builder.store(builder.select(any_fired, builder.fadd(so_far, w), so_far), total)
