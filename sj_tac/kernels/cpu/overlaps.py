@@ -1,4 +1,7 @@
-"""``fire`` on the CPU for MaxPool of 3x3 windows, stride 2, padding 1, compiled by Numba: sheets of cells, both layouts."""
+"""``fire`` on the CPU for MaxPool of 3x3 windows, stride 2, padding 1, compiled by Numba: sheets of cells, contiguous.
+
+In channels_last it is overlaps_last.py's.
+"""
 
 from __future__ import annotations
 
