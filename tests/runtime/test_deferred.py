@@ -42,9 +42,10 @@ def frames(steps=6, samples=4):
 
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 @pytest.mark.parametrize("node", NEURONS.values(), ids=NEURONS)
-def test_parts_give_what_the_whole_gives(node, pool, parts):
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_parts_give_what_the_whole_gives(node, pool, format, parts):
     for k in (1, 2, 4):
-        net = converted(k, node, pool, 2 if pool else 3)
+        net = converted(k, node, pool, 2 if pool else 3).to(memory_format=format)
         assert 0.02 < compare(net, frames()) < 0.9
         assert max(parts) > 2
         parts.clear()
