@@ -11,9 +11,8 @@ from sj_tac import host
 from sj_tac.kernels import backends, fire as kernels, reference
 from sj_tac.kernels.checks import WIDE
 from sj_tac.kernels.gpu import conv_fire
-from sj_tac.kernels.layout import is_channels_last
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import NO_POOL, in_tiles, overlap
+from sj_tac.kernels.pools import NO_POOL, in_registers, overlap
 from sj_tac.runtime.deferred import Deferred
 from sj_tac.runtime.groups import Groups, Sums
 from sj_tac.runtime.runs import Inputs
@@ -150,11 +149,11 @@ def _launch(o: Operands, kernel: str, one: Any, emitted: torch.dtype) -> Launch 
         from sj_tac.kernels.gpu import launches as on_cuda
 
         return on_cuda.Launch(o, kernel)
-    in_cells = overlap(o.pool, o.window)
-    if not in_tiles(o.y, o.pool, o.window) or (in_cells and not (is_channels_last(o.y) and o.residual is None)):
+    if not in_registers(o.y, o.pool, o.window, o.residual):
         return None
     from sj_tac.kernels.cpu import conv_launches, launches as on_cpu  # they import Numba
 
     if one is None:
         return on_cpu.Launch(o, emitted)
-    return conv_launches.ConvLaunch(o, one, emitted) if not in_cells and (one.last or o.pool != NO_POOL) else None
+    fits = not overlap(o.pool, o.window) and (one.last or o.pool != NO_POOL)
+    return conv_launches.ConvLaunch(o, one, emitted) if fits else None

@@ -26,7 +26,7 @@ from sj_tac.kernels.cpu.registers import LANES
 from sj_tac.kernels.cpu.threads import flat, share
 from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import NO_POOL, overlap
+from sj_tac.kernels.pools import NAMES, NO_POOL, overlap
 
 # Whether torch's convolution was found to be this one, by all that this check depends on: many kinds of call share it, as of
 # large batches only some samples are compared. And what was found for a kind of call. How many of either are kept.
@@ -254,7 +254,7 @@ class ConvLaunch(Launch):
         if not fits or o.residual is not None or o.y.dtype is not conv.dtype:
             raise ValueError(
                 f"convolution and fire in one kernel got drives {list(o.y.shape)} of {o.y.dtype}, channels_last: "
-                f"{self.last}, a residual: {o.residual is not None}, pool {o.pool} of windows {list(o.window)}; it takes "
+                f"{self.last}, a residual: {o.residual is not None}, {NAMES[o.pool]} of windows {list(o.window)}; it takes "
                 f"{conv.dtype}, channels_last: {conv.last}, no residual, and MaxPool of 2 x 2 windows or, in channels_last, "
                 "no pool"
             )

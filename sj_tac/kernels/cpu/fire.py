@@ -39,7 +39,7 @@ from sj_tac.kernels.cpu.arguments import (
 from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
 from sj_tac.kernels.layout import empty, is_channels_last
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import in_tiles, overlap
+from sj_tac.kernels.pools import in_registers, in_tiles, overlap
 from sj_tac.kernels.spread import spread
 
 # Channels that the kernels of 3x3 windows take at a time in channels_last, forward and backward, where a whole map's
@@ -111,11 +111,6 @@ def _tiles(o: Operands, last: bool) -> tuple[int, Neurons | Windows | OddWindows
     return slots, (OddWindows if height % 2 or width % 2 else Windows)(last, height, width, c)
 
 
-def sheets_of(o: Operands, last: bool) -> tuple[int, Sheets]:
-    """``_sheets`` of the forward."""
-    return _sheets(o, last, BLOCK)
-
-
 def _sheets(o: Operands, last: bool, most: int) -> tuple[int, Sheets]:
     """How many sheets of 3x3 windows a frame has, and how they lie; at most so many channels each."""
     _, n, c, height, width = o.y.shape
@@ -144,10 +139,8 @@ def _fit(read: Inputs | Arriving, frame: int, channels: int, steps: int) -> None
 
 def _wide(o: Operands, back: bool) -> Operands | None:
     """The call on float32 frames where the kernel that would run it, or its backward, does not read these; else None."""
-    in_registers = in_tiles(o.y, o.pool, o.window)
-    if overlap(o.pool, o.window):
-        in_registers = not back and o.residual is None and is_channels_last(o.y)
-    if o.y.dtype is WIDE[o.y.dtype] or in_registers:
+    reads = in_registers(o.y, o.pool, o.window, o.residual) and not (back and overlap(o.pool, o.window))
+    if o.y.dtype is WIDE[o.y.dtype] or reads:
         return None
     wide = WIDE[o.y.dtype]
     return o._replace(y=o.y.to(wide), residual=None if o.residual is None else o.residual.to(wide))
@@ -177,7 +170,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
         _fit(read, frame, channels, steps)
         written = Outputs(flat(out, last, y), flat(v, last, y))
     if sheets:
-        units, sheet = sheets_of(o, last)
+        units, sheet = _sheets(o, last, BLOCK)
         run, of_sheets = (cell_forward.forward, neuron_of_tiles(o)) if last else (sheet_forward.forward, neuron)
         share(run, units, costs.forward(frame * steps, sheet), read, of_sheets, sheet, written)
     elif tiled:

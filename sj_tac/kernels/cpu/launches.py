@@ -18,7 +18,7 @@ from sj_tac.kernels.cpu.arguments import Inputs, Outputs
 from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
 from sj_tac.kernels.layout import RUNS, is_channels_last
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import in_tiles, overlap
+from sj_tac.kernels.pools import NAMES, in_registers, overlap
 
 
 class Launch:
@@ -45,9 +45,11 @@ class Launch:
         check_fire(o)
         y, in_cells = o.y, overlap(o.pool, o.window)
         self.last = is_channels_last(y)
-        fits = in_tiles(y, o.pool, o.window) and (not in_cells or (self.last and o.residual is None))
-        if not fits or not y.numel():
-            raise ValueError("a launch is made for drives that kernels run in registers")
+        if not in_registers(y, o.pool, o.window, o.residual) or not y.numel():
+            raise ValueError(
+                f"a launch is made for drives that kernels run in registers; it got {list(y.shape)}, channels_last: "
+                f"{self.last}, {NAMES[o.pool]} of windows {list(o.window)}, a residual: {o.residual is not None}"
+            )
         self.run = overlaps_last.forward if in_cells else forward.forward
         self.dtype = y.dtype if dtype is None else dtype
         self.dense = y.is_contiguous() and y.dtype is not torch.bfloat16
@@ -56,7 +58,7 @@ class Launch:
         self.none, self.no_frames = vector(None, y), frames_or_none(None, self.last, y)
         self.neuron = fire.neuron_of_tiles(o)
         self.layout: Any
-        self.units, self.layout = fire.sheets_of(o, True) if in_cells else fire._tiles(o, self.last)
+        self.units, self.layout = fire._sheets(o, True, fire.BLOCK) if in_cells else fire._tiles(o, self.last)
         steps = fire._steps_of(tuple(o.lengths))
         # In the order of Inputs, behind the voltages.
         self.rest = (steps, fire._linear(o).copy(), vector(o.weights, y).copy(), o.group)
