@@ -73,11 +73,11 @@ def aggregate(frames: Tensor, weights: Sequence[float | Tensor], tail: Sequence[
 
 
 def repeat(frames: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Frame g of [G, ...] ``lengths[g]`` times: [sum(lengths), ...]. All lengths but the last are equal."""
+    """Frame g of [G, ...] ``lengths[g]`` times: [sum(lengths), ...]."""
     if all(length == 1 for length in lengths):
         return frames
-    if lengths[-1] > lengths[0]:
-        return torch.cat([repeat(frames[:-1], lengths[:-1]), repeat(frames[-1:], lengths[-1:])])
+    if lengths[-1] > lengths[0] or any(length != lengths[0] for length in lengths[1:-1]):
+        return torch.cat([repeat(frames[i : i + 1], lengths[i : i + 1]) for i in range(len(lengths))])
     found = frames.unsqueeze(1).expand(-1, lengths[0], *frames.shape[1:]).flatten(0, 1)
     if len(lengths) == 1:
         # One frame repeated is a view of it, which nobody could write into.

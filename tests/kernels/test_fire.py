@@ -15,7 +15,8 @@ from support import NEURONS, node, only_v2
 from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.functional import fire
-from sj_tac.kernels import fire_op
+from sj_tac.kernels import fire as kernels, fire_op
+from sj_tac.kernels.fire import Call
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -190,6 +191,18 @@ def test_a_call_that_nobody_watches_gives_what_the_operator_gives(pool, monkeypa
     for one, other in zip(found[:3], found[3:], strict=True):
         for a, b in zip(one, other, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lengths", [[2, 1, 2], [1, 3, 1, 2], [1, 1, 4]])
+def test_drives_may_be_for_any_number_of_steps_each(lengths):
+    """Neither kernel takes all groups but the last to be alike."""
+    torch.manual_seed(0)
+    y, neuron = torch.randn(len(lengths), 2, 3, 4, 4), node("lif", v_threshold=0.3)
+    call = Call(y, neuron, lengths, torch.randn(2, 3, 4, 4) * 0.2, torch.randn(sum(lengths), 2, 3, 4, 4))
+    (expected, v), (got, last) = kernels.run("reference", call), kernels.run("numba", call)
+    assert got.shape[0] == sum(lengths)
+    assert torch.equal(got, expected)
+    assert torch.equal(last, v)
 
 
 @pytest.mark.parametrize("last", [True, False])

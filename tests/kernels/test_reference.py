@@ -46,6 +46,12 @@ def test_repeat_mean_and_first_undo_each_other(total, size):
     torch.testing.assert_close(reference.mean(repeated, lengths), x)
 
 
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+def test_frames_are_repeated_as_often_as_is_said(lengths):
+    x = torch.randn(len(lengths), 2, 3)
+    assert torch.equal(reference.repeat(x, lengths), x.repeat_interleave(torch.tensor(lengths), 0))
+
+
 @given(steps, sizes, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_aggregate_is_the_weighted_sum(total, k, dtype):
     x = torch.randn(total, 2, 3).to(dtype)
