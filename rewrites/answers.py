@@ -45,23 +45,27 @@ def as_tensors(model: nn.Module, is_instance: Callable[[fx.Proxy, Any], bool]) -
             return run(function, *args, **kwargs)
         return proxy.tracer.create_proxy("call_function", function, args, kwargs, name=function.name)
 
-    with contextlib.ExitStack() as undo:
-        for names in _namespaces(model):
-            if "isinstance" not in names:
-                undo.callback(names.pop, "isinstance", None)
-                names["isinstance"] = asked
-        undo.callback(setattr, library, "is_tensor", library.is_tensor)
+    is_tensor_before = library.is_tensor
+    unnamed = [names for names in _namespaces(model) if "isinstance" not in names]
+    try:
+        # Of some thousand modules: a plain loop, as a callback for each takes longer than the trace.
+        for names in unnamed:
+            names["isinstance"] = asked
         library.is_tensor = is_tensor
-        undo.callback(setattr, scripted, "__call__", run)
         scripted.__call__ = call
         yield
+    finally:
+        scripted.__call__ = run
+        library.is_tensor = is_tensor_before
+        for names in unnamed:
+            names.pop("isinstance", None)
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
     """The global names of all Python that a forward may run, of code that no module holds among it."""
     found: dict[int, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
-        if builtins.isinstance(module, ModuleType) and name.partition(".")[0] not in NOT_ASKING:
+        if name.partition(".")[0] not in NOT_ASKING and builtins.isinstance(module, ModuleType):
             found[id(vars(module))] = vars(module)
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         names = getattr(vars(cls).get("forward"), "__globals__", None)

@@ -4,6 +4,7 @@ import copy
 import pickle
 from pathlib import Path
 
+import pairs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,10 +92,7 @@ def assert_same(net, other, x):
                 assert torch.equal(found.v, right.v)
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("policy", CALLS)
-@pytest.mark.parametrize("make", [csnn, residual, chain])
+@pairs.parametrize(make=[csnn, residual, chain], policy=CALLS, fuse=[True, False], last=[False, True])
 def test_a_net_is_the_one_that_is_rounded_by_hand(make, policy, fuse, last):
     source, x = make(), frames(6, 2, 2, 9, 9) if make is chain else frames(6, 2, 2, 8, 8)
     source = source.to(memory_format=torch.channels_last) if last else source

@@ -156,7 +156,7 @@ class _Kept:
         while waiting:
             item = waiting.pop()
             kind = type(item)  # not isinstance: an object may answer for its __class__ as it likes
-            if not issubclass(kind, _LOOKED_INTO) or id(item) in seen:
+            if kind in _PLAIN or not issubclass(kind, _LOOKED_INTO) or id(item) in seen:
                 continue
             seen.add(id(item))
             if issubclass(kind, (nn.Module, dict)):
@@ -190,6 +190,8 @@ class _Kept:
                     tensor.detach().copy_(value)
 
 
+# What most attributes are: passed over at once, as a net is looked at a dozen times while it is converted.
+_PLAIN = frozenset((bool, float, int, str, type(None)))
 _LOOKED_INTO = (nn.Module, dict, list, tuple, set, frozenset, deque, Tensor)
 
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pairs
 import pytest
 import torch
 from idioms.constants import FURTHER
@@ -177,9 +178,7 @@ def test_k_1_is_the_source(name, fuse):
     same(run(convert(name, wide, x, 1, fuse=fuse), x), run(wide, x), **CLOSE)
 
 
-@EVERY
-@pytest.mark.parametrize("k", [2, 3, T])
-@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
+@pairs.parametrize(name=IDIOMS, k=[2, 3, T], fuse=[False, True])
 def test_groups_of_frames_are_what_hooks_on_the_source_make(name, k, fuse):
     net, x = make(name, torch.float64)
     fast = convert(name, net, x, k, fuse=fuse)

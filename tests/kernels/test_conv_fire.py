@@ -4,6 +4,7 @@ The drives are compared with plain C (conv_cases.py) and, within what rounding a
 spikes, sums and voltages with the reference kernel's on those drives.
 """
 
+import pairs
 import pytest
 import shim
 import stub_cuda
@@ -161,10 +162,9 @@ RATES = [
 ]
 
 
-@pytest.mark.parametrize("launcher", launchers.NAMES)
-@pytest.mark.parametrize("lies", ["contiguous", "last", "frames last", "filters last"])
-@pytest.mark.parametrize("case", RATES)
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pairs.parametrize(
+    launcher=launchers.NAMES, case=RATES, lies=["contiguous", "last", "frames last", "filters last"], k=[1, 2, 4]
+)
 def test_neurons_that_are_awake(device, launcher, case, lies, k):
     inputs, outputs, kernel, stride, padding, map_, pool, dtype = case
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ reference kernel's on those drives. In bfloat16: test_conv_launches_bfloat16.py.
 """
 
 import numpy as np
+import pairs
 import pytest
 import shim
 import torch
@@ -145,10 +146,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("density", [1.0, 0.1])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lie", ["frames", "filters", "both", "neither"])
+@pairs.parametrize(lie=["frames", "filters", "both", "neither"], shape=SHAPES, bias=[True, False], density=[1.0, 0.1])
 def test_where_the_check_says_so_drives_are_torchs_own(lie, shape, bias, density, monkeypatch):
     """On other numbers than the check's, with zeros among them; frames, filters, both or neither are channels_last."""
     monkeypatch.setattr(conv_launches, "_KINDS", {})

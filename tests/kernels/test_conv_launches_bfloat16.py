@@ -1,5 +1,6 @@
 """Convolution and ``fire`` in one kernel on the CPU in bfloat16: pairs of channels, sums in float32, drives rounded once."""
 
+import pairs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,10 +44,7 @@ def test_it_is_the_convolution_and_fire_to_the_last_bit(case, neuron):
 
 
 @needed
-@pytest.mark.parametrize("density", [1.0, 0.1])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lie", ["both", "neither"])
+@pairs.parametrize(lie=["both", "neither"], shape=SHAPES, bias=[True, False], density=[1.0, 0.1])
 def test_where_the_check_says_so_drives_are_torchs_own(lie, shape, bias, density, monkeypatch):
     """On other numbers than the check's, with zeros among them."""
     monkeypatch.setattr(conv_launches, "_KINDS", {})

@@ -5,6 +5,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import pairs
 import pytest
 import torch
 from fire_cases import POOLS, assert_gradient_to_the_time_constant, assert_is_the_reference, build, run, space
@@ -84,10 +85,9 @@ MANY = [(2, 3, 34, 36), (1, 20, 16, 16), (3, 300, 2, 4), (2, 1, 2, 700), (2, 40,
 ODD = [(2, 3, 35, 37), (3, 20, 17, 16), (3, 300, 2, 5), (3, 300, 3, 3), (2, 1, 3, 701), (2, 40, 4, 5)]
 
 
-@pytest.mark.parametrize("shape", MANY + ODD)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("pool", POOLS[:3])
-@pytest.mark.parametrize("residual", [False, True])
+@pairs.parametrize(
+    shape=MANY + ODD, layout=[torch.contiguous_format, torch.channels_last], pool=POOLS[:3], residual=[False, True]
+)
 def test_many_tiles_in_both_layouts(shape, layout, pool, residual):
     """Maps of many tiles, tiles of many maps, rows and channels longer than a tile; the output has the layout of y."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 import math
 import random
 
+import pairs
 import pytest
 import torch
 from spikingjelly.activation_based import layer, neuron
@@ -125,13 +126,14 @@ def test_blocks_of_several_registers_are_among_the_sizes():
     assert {c % LANES for c in CHANNELS} > {0, 1, LANES - 1}
 
 
-@pytest.mark.parametrize("at_rest", [True, False], ids=["at rest", "not at rest"])
-@pytest.mark.parametrize(("pool", "format"), LYING, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [(2, 128, 34, 34), (3, 40, 60, 50), (1, 33, 101, 92)], ids=str)
+@pairs.parametrize(
+    size=[(2, 128, 34, 34), (3, 40, 60, 50), (1, 33, 101, 92)], dtype=[torch.float32, torch.float64, torch.bfloat16],
+    lying=LYING, at_rest=[True, False],
+)  # fmt: skip
 @torch.no_grad()
-def test_voltages_of_large_maps(size, dtype, pool, format, at_rest):
+def test_voltages_of_large_maps(size, dtype, lying, at_rest):
     """Those that are streamed past the caches, and those that are not; twice, the second from the first."""
+    pool, format = lying
     generator = torch.Generator().manual_seed(0)
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     y = torch.randn(2 * size[0], *size[1:], generator=generator).add(0.3).to(dtype)

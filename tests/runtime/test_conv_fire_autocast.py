@@ -1,5 +1,6 @@
 """First layers in one kernel under autocast, on the stand-in: in the dtype in which torch's convolution would compute."""
 
+import pairs
 import pytest
 import shim
 import stub_cuda
@@ -26,10 +27,7 @@ def cast(dtype):
     return torch.autocast(stub_cuda.DEVICE, dtype)
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("lies", FORMATS)
-@pytest.mark.parametrize("dtype", HALVES)
+@pairs.parametrize(dtype=HALVES, lies=FORMATS, pool=POOLS, k=[1, 2])
 def test_numbers_and_dtypes_are_those_without_the_kernel(dtype, lies, pool, k, monkeypatch):
     net, x = converted(source(2, 8, POOLS[pool]), k, lies), frames(lies)
     plain = seen(net, x, monkeypatch, "1")

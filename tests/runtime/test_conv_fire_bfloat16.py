@@ -5,6 +5,7 @@ Under autocast, by a policy's ``dtype``, or because the net is of that; each aga
 
 import contextlib
 
+import pairs
 import pytest
 import torch
 from conv_cases import last
@@ -46,11 +47,8 @@ def needs_the_kernel(way, net, x):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("lies", [True, False])
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("node", ["LIF", "IF soft"])  # a kernel is compiled for each; test_stepping.py has all of them
-@pytest.mark.parametrize("way", WAYS)
+# Two kinds of neurons, as a kernel is compiled for each; test_stepping.py has all of them.
+@pairs.parametrize(way=WAYS, node=["LIF", "IF soft"], pool=POOLS, lies=[True, False], k=[1, 2, 4])
 def test_spikes_voltages_and_drives_are_the_same_without_the_kernel(way, node, pool, lies, k, monkeypatch):
     """Over two calls of other lengths; the second starts from the voltages of the first."""
     monkeypatch.setattr(conv_launches, "_KINDS", {})

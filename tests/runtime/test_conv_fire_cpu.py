@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pairs
 import pytest
 import torch
 from conv_cases import last
@@ -70,10 +71,7 @@ def needs_the_kernel(net, x):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("node", NEURONS)
+@pairs.parametrize(node=NEURONS, pool=POOLS, last=[True, False], k=[1, 2, 4])
 def test_spikes_voltages_and_drives_are_the_same_without_the_kernel(node, pool, last, k, monkeypatch):
     """Over two calls of other lengths; the second starts from the voltages of the first."""
     monkeypatch.setattr(conv_launches, "_KINDS", {})

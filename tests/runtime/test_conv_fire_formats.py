@@ -1,5 +1,6 @@
 """Memory formats of nets whose first layers run in one kernel: nobody sees by strides that it ran, on the stand-in."""
 
+import pairs
 import pytest
 import shim
 import stub_cuda
@@ -65,11 +66,9 @@ def seen(net, x, monkeypatch, said):
     return found
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("lies", FORMATS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(2, 8), (1, 6), (3, 1), (4, 9)])
-def test_strides_and_numbers_are_those_without_the_kernel(inputs, outputs, lies, pool, k, monkeypatch):
+@pairs.parametrize(channels=[(2, 8), (1, 6), (3, 1), (4, 9)], lies=FORMATS, pool=POOLS, k=[1, 2])
+def test_strides_and_numbers_are_those_without_the_kernel(channels, lies, pool, k, monkeypatch):
+    inputs, outputs = channels
     net, x = converted(source(inputs, outputs, POOLS[pool]), k, lies), frames(lies, inputs)
     expected = seen(net, x, monkeypatch, "0")
     before = RUNS["conv_fire", "cupy"]

@@ -6,6 +6,7 @@ the same drives: what one kernel gives is compared to the last bit with the defi
 
 import copy
 
+import pairs
 import pytest
 import shim
 import stub_cuda
@@ -69,7 +70,10 @@ def cpu(monkeypatch):
     monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
 
 
-@pytest.fixture(params=[*(f"cuda, {format_}" for format_ in FORMATS), "cpu"])
+BOTH = [*(f"cuda, {format_}" for format_ in FORMATS), "cpu"]
+
+
+@pytest.fixture(params=BOTH)
 def both(request, monkeypatch):
     where, _, format_ = request.param.partition(", ")
     request.getfixturevalue("stub" if where == "cuda" else "cpu")
@@ -113,9 +117,7 @@ def count():
     return sum(n for (what, _), n in RUNS.items() if what == "conv_fire")
 
 
-@pytest.mark.parametrize("launcher", launchers.NAMES)
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("node", NEURONS)
+@pairs.parametrize("device", device=["contiguous", "channels_last"], node=NEURONS, pool=POOLS, launcher=launchers.NAMES)
 def test_every_layer_of_few_channels_runs_in_one_kernel(device, node, pool, launcher):
     net = converted(source(NEURONS[node], POOLS[pool], 2), 2, launcher)
     before = count()
@@ -128,10 +130,16 @@ def test_every_layer_of_few_channels_runs_in_one_kernel(device, node, pool, laun
     assert {v.kernel for v in sj_tac.report(net).converted} == {f"{launcher}, fused with its convolution"}
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize(
-    "options",
-    [{"bias": True}, {"stride": 2}, {"kernel_size": 5, "padding": 2}, {"kernel_size": 7, "padding": 3, "bias": True}],
+@pairs.parametrize(
+    "both",
+    both=BOTH,
+    options=[
+        {"bias": True},
+        {"stride": 2},
+        {"kernel_size": 5, "padding": 2},
+        {"kernel_size": 7, "padding": 3, "bias": True},
+    ],
+    k=[1, 2, 4],
 )
 def test_options_of_the_convolution(both, options, k):
     net, before = converted(source(**options), k), count()
@@ -179,13 +187,11 @@ def test_a_still_image_is_convolved_once(device):
     assert count() > before
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("change", BETWEEN.values(), ids=BETWEEN)
+@pairs.parametrize("both", both=BOTH, change=BETWEEN, mode=[torch.no_grad, torch.inference_mode], k=[1, 2])
 def test_what_happens_between_the_convolution_and_its_neuron(both, change, mode, k, monkeypatch):
     """Hooks that look, that write into inputs, weights, drives and options: as in the same net without the kernel."""
     net, before = converted(source(), k), count()
-    change(net)
+    BETWEEN[change](net)
     with mode():
         found = net(frames()).clone()
         voltages = [net[i].v.clone() for i in (2, 5, 8)]

@@ -3,6 +3,7 @@
 One layer collapses and others do not, so that a mark that is lost, or kept too long, is seen in what comes out.
 """
 
+import pairs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -177,9 +178,9 @@ def run(net, x, recorded):
     return found
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("on_spikes", [True, False], ids=["spikes", "drives"])
-@pytest.mark.parametrize("name", [*CHANGES, *(f"folded {name}" for name in CHANGES | FOLDED)])
+@pairs.parametrize(
+    name=[*CHANGES, *(f"folded {name}" for name in CHANGES | FOLDED)], on_spikes=[True, False], policy=POLICIES
+)
 def test_what_is_fused_ends_collapsed_time_where_the_definition_does(name, on_spikes, policy):
     if (name, on_spikes, policy) in IMPOSSIBLE:
         with pytest.raises(PolicyError, match="COLLAPSE_POOL"):
