@@ -59,7 +59,7 @@ def work(rank, path, mode):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     fast = net_of(mode)
     whole, mesh = copy.deepcopy(fast), init_device_mesh("cpu", (2,))
-    for i in (0, 3, 6):
+    for i in (0, 1, 3, 4, 6, 7):
         fully_shard(fast[i], mesh=mesh)
     fully_shard(fast, mesh=mesh)
     samples = [frames(6, 2, 2, 8, 8, seed=i + 1) for i in range(2)]
@@ -72,10 +72,11 @@ def work(rank, path, mode):
         assert i != rank or torch.equal(expected, y)
     for a, b in zip(fast.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-4)
-    functional.reset_net(fast)
-    functional.reset_net(whole)
-    with torch.no_grad():
-        assert torch.equal(fast(samples[rank]), whole(samples[rank]))
+    for _ in range(3):
+        functional.reset_net(fast)
+        functional.reset_net(whole)
+        with torch.no_grad():
+            assert torch.equal(fast(samples[rank]), whole(samples[rank]))
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -98,5 +99,5 @@ def test_two_ddp_processes_share_the_gradients_of_one(tmp_path):
 
 @only_v2
 @pytest.mark.parametrize("mode", ["preserve", "collapse", "first"])
-def test_two_processes_that_shard_every_conv(mode, tmp_path):
+def test_two_processes_that_shard_every_conv_and_norm(mode, tmp_path):
     run(FSDP, tmp_path, mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import string_at
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,16 +12,18 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sj_tac.host import dispatch
+from sj_tac.host import arrays, dispatch
 
 
 class _Number(NamedTuple):
-    """A tensor that was given, or None; where and how its numbers lay, as an array too, and what they were."""
+    """A tensor that was given, or None; where and how its numbers lay, and what they were.
+
+    ``place`` is empty where they did not lie side by side, or nowhere: then the next call looks anew.
+    """
 
     tensor: Tensor | None
     place: tuple[Any, ...]
-    array: np.ndarray[Any, Any]
-    bytes: bytes
+    content: bytes
 
 
 class Mapped(NamedTuple):
@@ -49,28 +52,32 @@ class Affine:
         """The map; tensors: running mean and variance, weight and bias or None, float32 on the CPU."""
         known = self._known
         if known is not None and known[0] == eps:
-            for x, (before, place, array, content) in zip(tensors, known[1], strict=True):
+            for x, (before, place, content) in zip(tensors, known[1], strict=True):
                 if x is not before:
                     break
-                if x is not None and ((x.data_ptr(), x.shape, x.stride()) != place or array.tobytes() != content):
+                # Where it lies first: only then is there as much to read.
+                if x is not None and (
+                    (x.data_ptr(), x.shape, x.stride()) != place or string_at(place[0], len(content)) != content
+                ):
                     break
             else:
                 return known[2]
-        numbers = [_NOTHING if x is None else _number(x) for x in tensors]
-        arrays = [None if x.tensor is None else x.array for x in numbers]
+        pairs = [(_NOTHING, None) if x is None else _number(x) for x in tensors]
         with torch.inference_mode(False):  # it outlives the call that it was computed in
-            found = _affine_of_numbers(eps, *arrays)
-        self._known = eps, numbers, found
+            found = _affine_of_numbers(eps, *(array for _, array in pairs))
+        self._known = eps, [number for number, _ in pairs], found
         return found
 
 
-_NOTHING = _Number(None, (), np.empty(0), b"")
+_NOTHING = _Number(None, (), b"")
 
 
-def _number(x: Tensor) -> _Number:
-    # A view of a tensor of its own, so that the memory stays while it is looked at.
-    array = x.detach().numpy()
-    return _Number(x, (x.data_ptr(), x.shape, x.stride()), array, array.tobytes())
+def _number(x: Tensor) -> tuple[_Number, np.ndarray[Any, Any]]:
+    """What is kept of a tensor, and its numbers as an array of their own."""
+    if x.is_contiguous() and x.data_ptr() and x.dtype is torch.float32:
+        content = arrays.content(x)
+        return _Number(x, (x.data_ptr(), x.shape, x.stride()), content), np.frombuffer(content, np.float32)
+    return _Number(x, (), b""), x.detach().clone().contiguous().numpy()
 
 
 def norm_numbers(norm: Any) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:

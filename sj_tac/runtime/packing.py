@@ -9,7 +9,6 @@ Whether oneDNN computes the same from them, to the last bit and in the same stri
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sj_tac.host.arrays import lent
 from sj_tac.kernels import reference
 from sj_tac.runtime import deferred
 from sj_tac.runtime.deferred import Options
@@ -165,14 +165,10 @@ def _may(conv: Any, x: Tensor, options: Options) -> bool:
 
 
 def _digest(weight: Tensor) -> bytes:
-    """Of the numbers of weights as they lie in memory, side by side.
-
-    By their address: a NumPy array of a tensor leaves its storage unable to be resized, as sharding and offloading do.
-    """
+    """Of the numbers of weights as they lie in memory, side by side."""
     from sj_tac.kernels.cpu import digest  # it imports Numba
 
-    numbers: Any = (ctypes.c_uint32 * weight.numel()).from_address(weight.data_ptr())
-    return digest.digest(np.frombuffer(numbers, np.uint32))
+    return digest.digest(lent(weight, np.uint32))
 
 
 def _version(weight: Tensor) -> int | None:

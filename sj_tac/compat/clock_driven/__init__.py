@@ -1,8 +1,9 @@
 """Makes ``spikingjelly.clock_driven`` (SpikingJelly up to 0.0.0.0.12) importable on the installed host.
 
-Import it before the model's code. It registers ``spikingjelly.clock_driven.{base, encoding, functional, layer, neuron, rnn,
-surrogate}`` and ``spikingjelly.cext.neuron``, in front of those that 0.0.0.0.14 still ships: the host's ``activation_based``
-classes, or subclasses of them with no more than a constructor, under the old names, signatures and defaults.
+Import it before the model's code. It registers ``spikingjelly.clock_driven.{base, encoding, functional, lava_exchange,
+layer, neuron, rnn, surrogate}`` and ``spikingjelly.cext.neuron``, in front of those that 0.0.0.0.14 still ships: the host's
+``activation_based`` classes, or subclasses of them with no more than a constructor, under the old names, signatures and
+defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from sj_tac.compat import shadow
 # The old package, and which module of this one (or of the host) stands for each of its modules.
 HOMES = {
     "spikingjelly.clock_driven": {
-        name: f"{__name__}.{name}" for name in ("base", "encoding", "functional", "layer", "neuron", "surrogate")
+        name: f"{__name__}.{name}"
+        for name in ("base", "encoding", "functional", "lava_exchange", "layer", "neuron", "surrogate")
     }
     | {"rnn": "spikingjelly.activation_based.rnn"},
     "spikingjelly.cext": {"neuron": f"{__name__}.cext"},

@@ -18,6 +18,7 @@ import torch
 from numba import config
 from torch import Tensor
 
+from sj_tac.host.arrays import lent
 from sj_tac.kernels.cpu import costs, forward, halves, sources
 from sj_tac.kernels.cpu.arguments import Convolved, ConvolvedInputs, Neurons, OddWindows, Outputs, SlidInputs, Windows
 from sj_tac.kernels.cpu.conv_sources import source_of, with_room
@@ -109,7 +110,9 @@ def convolution(
 
 def _are_finite(filters: Tensor, conv: Convolution) -> bool:
     """The padding's zeros are multiplied as well, which adds nothing but where a weight is infinite or no number."""
-    return bool(filters.to(conv.dtype).isfinite().all() if conv.narrow else np.isfinite(filters.detach().numpy()).all())
+    if conv.narrow or not (filters.is_contiguous() or filters.is_contiguous(memory_format=torch.channels_last)):
+        return bool(filters.to(conv.dtype).isfinite().all())
+    return bool(np.isfinite(lent(filters, np.float32)).all())
 
 
 def _of_kind(
