@@ -12,16 +12,16 @@ import numpy as np
 from torch import Tensor
 
 
-def lent(x: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
-    """The numbers of a tensor on the CPU that lie side by side, in the order of its memory, as an array of ``dtype``.
+def memory(x: Tensor) -> Any:
+    """The memory of a tensor on the CPU whose numbers lie side by side: ``raw`` are its bytes now.
 
-    It is to be read at once, while somebody holds the tensor: it does not keep the memory. No numbers where there is none.
+    It does not keep the memory: it is to be read while somebody holds the tensor, and this lies where it lay. Empty where
+    there is none.
     """
     size = x.numel() * x.element_size() if x.data_ptr() else 0
-    memory: Any = (ctypes.c_char * size).from_address(x.data_ptr())
-    return np.frombuffer(memory, dtype)
+    return (ctypes.c_char * size).from_address(x.data_ptr())
 
 
-def content(x: Tensor) -> bytes:
-    """A copy of such a tensor's bytes."""
-    return ctypes.string_at(x.data_ptr(), x.numel() * x.element_size()) if x.data_ptr() else b""
+def lent(x: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
+    """The numbers of such a tensor in the order of its memory, as an array of ``dtype``; it does not keep it, either."""
+    return np.frombuffer(memory(x), dtype)

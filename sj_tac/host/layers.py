@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import string_at
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +15,14 @@ from sj_tac.host import arrays, dispatch
 
 
 class _Number(NamedTuple):
-    """A tensor that was given, or None; where and how its numbers lay, and what they were.
+    """A tensor that was given, or None; where and how its numbers lay, the memory there, and what it held.
 
     ``place`` is empty where they did not lie side by side, or nowhere: then the next call looks anew.
     """
 
     tensor: Tensor | None
     place: tuple[Any, ...]
+    memory: Any
     content: bytes
 
 
@@ -52,13 +52,11 @@ class Affine:
         """The map; tensors: running mean and variance, weight and bias or None, float32 on the CPU."""
         known = self._known
         if known is not None and known[0] == eps:
-            for x, (before, place, content) in zip(tensors, known[1], strict=True):
+            for x, (before, place, memory, content) in zip(tensors, known[1], strict=True):
                 if x is not before:
                     break
-                # Where it lies first: only then is there as much to read.
-                if x is not None and (
-                    (x.data_ptr(), x.shape, x.stride()) != place or string_at(place[0], len(content)) != content
-                ):
+                # Where it lies first: the memory may be nobody's by now.
+                if x is not None and ((x.data_ptr(), x.shape, x.stride()) != place or memory.raw != content):
                     break
             else:
                 return known[2]
@@ -69,15 +67,16 @@ class Affine:
         return found
 
 
-_NOTHING = _Number(None, (), b"")
+_NOTHING = _Number(None, (), None, b"")
 
 
 def _number(x: Tensor) -> tuple[_Number, np.ndarray[Any, Any]]:
     """What is kept of a tensor, and its numbers as an array of their own."""
     if x.is_contiguous() and x.data_ptr() and x.dtype is torch.float32:
-        content = arrays.content(x)
-        return _Number(x, (x.data_ptr(), x.shape, x.stride()), content), np.frombuffer(content, np.float32)
-    return _Number(x, (), b""), x.detach().clone().contiguous().numpy()
+        memory = arrays.memory(x)
+        content = memory.raw
+        return _Number(x, (x.data_ptr(), x.shape, x.stride()), memory, content), np.frombuffer(content, np.float32)
+    return _Number(x, (), None, b""), x.detach().clone().contiguous().numpy()
 
 
 def norm_numbers(norm: Any) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:

@@ -192,27 +192,6 @@ def test_an_old_net_reaches_convert():
     assert int(told.split()[-1]) == 5
 
 
-# The first lines of the old neuron.py, which published models have copies of.
-COPY = """
-from spikingjelly.clock_driven import surrogate, base, lava_exchange
-try:
-    from spikingjelly.clock_driven import neuron_kernel, cu_kernel_opt
-except ImportError:
-    neuron_kernel = None
-class Copied(base.MemoryModule):
-    def to_lava(self):
-        return lava_exchange.to_lava_neuron(self)
-"""
-
-
-def test_a_copy_of_the_old_neurons_can_be_imported():
-    told = passes(
-        IMPORT + f"exec({COPY!r})\ntry: Copied().to_lava()\nexcept ImportError as error: print(error)\nprint(neuron_kernel)"
-    )
-    assert "to_lava_neuron has no counterpart" in told
-    assert told.split()[-1] == "None"
-
-
 WRONG = [
     ("from spikingjelly.clock_driven.layer import DCT", "layer.DCT has no counterpart"),
     ("from spikingjelly.clock_driven import layer; layer.STDPLearner", "learning.STDPLearner"),

@@ -17,6 +17,7 @@ from support import NEURONS, node
 
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels.cpu import conv_launches, costs, threads as workers
+from sj_tac.kernels.cpu.conv_launches import ConvLaunch
 from sj_tac.kernels.layout import RUNS, is_channels_last
 from sj_tac.kernels.weights import group_lengths
 
@@ -40,22 +41,30 @@ def torchs(x, weight, bias, stride, padding):
     return y.unflatten(0, x.shape[:2])
 
 
-def launch_of(call, of, stride, padding):
-    """The launch for a ``kernels.Call`` whose drives are convolved of these, whatever torch's convolution does."""
+def launch_of(call, of, stride, padding, columns=True):
+    """The launch for a ``kernels.Call`` whose drives are convolved of these, whatever torch's convolution does.
+
+    ``columns``: of one channel in channels_last, windows are summed by columns, as on some processors, or by rows.
+    """
     with pytest.MonkeyPatch.context() as patch:
         wanted = not call.y.is_contiguous()  # what is of one pixel or channel lies in both formats
+        by = wanted and columns and of[1].shape[1] == 1
         patch.setattr(conv_launches, "_KINDS", {})
-        patch.setattr(conv_launches, "_is_torchs", lambda conv, *_: conv.last is wanted)
+        patch.setattr(conv_launches, "_is_torchs", lambda conv, *_: (conv.last, conv.by_columns) == (wanted, by))
         patch.setattr(conv_launches, "LARGE", 0)
         patch.setattr(conv_launches, "FULL", 0)
         one = conv_launches.convolution(*of, (stride, padding, (1, 1), 1), call.y.shape, call.y.dtype)
     assert one is not None
-    return conv_launches.ConvLaunch(kernels.operands(call, None), one)
+    return ConvLaunch(kernels.operands(call, None), one)
 
 
-def agree(call, of, stride, padding):
-    """Output and voltages are those of the reference kernel on the call's drives, to the last bit; gives back the output."""
-    launch, before = launch_of(call, of, stride, padding), RUNS["conv_fire", "numba"]
+def agree(call, of, stride, padding, one=None, columns=True):
+    """Output and voltages are those of the reference kernel on the call's drives, to the last bit; gives back the output.
+
+    ``one``: the convolution, where torch's own was found to be it; else that of ``launch_of``.
+    """
+    launch = launch_of(call, of, stride, padding, columns) if one is None else ConvLaunch(kernels.operands(call, None), one)
+    before = RUNS["conv_fire", "numba"]
     with torch.no_grad():
         expected = kernels.run_reference(call, None)
         found = launch(of, call.v, None, (call.scale, call.shift), call.weights, getattr(call.node, "w", None))
@@ -80,6 +89,7 @@ space = st.fixed_dictionaries(
         "padding": st.tuples(st.integers(0, 4), st.integers(0, 4)),
         "last": st.booleans(),
         "inputs": st.integers(1, 4),
+        "columns": st.booleans(),
         "outputs": st.sampled_from([2, 3, 7, 8, 12, 16, 20, 32, 40, 64, 100, 128, 300]),
         "map": st.tuples(st.integers(3, 22), st.integers(3, 22)),
         "samples": st.integers(1, 3),
@@ -116,7 +126,7 @@ def holds(case, dtype):
     if not case["density"]:
         of[0].zero_()
     of = [None if some is None else some.to(dtype) for some in of]
-    y = drives_in_rows(*of, stride, padding, case["last"] and case["inputs"] == 1)
+    y = drives_in_rows(*of, stride, padding, case["last"] and case["columns"] and case["inputs"] == 1)
     assert y.dtype is dtype
     spiking = node(case["neuron"][0], case["neuron"][1], case["neuron"][2], 1.7, v_threshold=0.4)
     call = kernels.Call(
@@ -124,7 +134,7 @@ def holds(case, dtype):
         torch.rand(channels) + 0.5 if case["affine"] else None, torch.randn(channels) * 0.3 if case["affine"] else None,
         pool, torch.rand(case["steps"]) if case["group"] else None, case["group"] or 1,
     )  # fmt: skip
-    agree(call, of, stride, padding)
+    agree(call, of, stride, padding, columns=case["columns"])
 
 
 @compiled
@@ -164,7 +174,7 @@ def test_where_the_check_says_so_drives_are_torchs_own(lie, shape, bias, density
     if one is None:
         pytest.skip("torch's convolution of this shape takes its sums in another order on this processor")
     call = kernels.Call(y, node("lif", v_threshold=0.7), [1] * frames[0], pool=layer.MaxPool2d(2))
-    assert 0.02 < agree(call, of, stride, padding).mean() < 0.9
+    assert 0.02 < agree(call, of, stride, padding, one).mean() < 0.9
     made = y.flatten(0, 1)
     assert conv_launches.differing(one, *of, made) == 0
     for at in zip(*(np.random.default_rng(0).choice(size, 3, False) for size in made.shape[1:]), strict=True):
@@ -350,4 +360,4 @@ def test_a_launch_refuses_what_it_was_not_made_for():
     assert RUNS["conv_fire", "numba"] == before
     for other in (call._replace(residual=torch.zeros(4, *y.shape[1:])), call._replace(y=y.contiguous())):
         with pytest.raises(ValueError, match=r"one kernel got drives \[2, 2, 8, 8, 8\] of torch.float32, channels_last: "):
-            conv_launches.ConvLaunch(kernels.operands(other, None), launch.conv)
+            ConvLaunch(kernels.operands(other, None), launch.conv)

@@ -77,20 +77,10 @@ def test_any_size_and_rhythm(dtype, pool, format):
     assert 0.1 < sum(rates) / len(rates) < 0.9
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", NODES)
-def test_any_neuron(name, pool):
-    draw = random.Random(name)
-    rates = [run(draw, NODES[name](), torch.float32, pool, torch.channels_last) for _ in range(15)]
-    assert 0.05 < sum(rates) / len(rates) < 0.9
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NODES)
-def test_any_neuron_in_other_dtypes(name, dtype):
-    """Behind one pool or none: a kernel is compiled for each."""
-    draw, pool = random.Random(name), list(POOLS)[list(NODES).index(name) % len(POOLS)]
-    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+# A kernel is compiled for each.
+@pairs.parametrize(name=NODES, pool=POOLS, dtype=[torch.float32, torch.float64, torch.bfloat16])
+def test_any_neuron(name, pool, dtype):
+    draw, wide = random.Random(name), torch.float32 if dtype is torch.bfloat16 else dtype
     rates = [run(draw, NODES[name]().to(wide), dtype, pool, torch.channels_last) for _ in range(15)]
     assert 0.05 < sum(rates) / len(rates) < 0.9
 
