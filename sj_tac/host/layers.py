@@ -71,8 +71,13 @@ _NOTHING = _Number(None, (), None, b"")
 
 
 def _number(x: Tensor) -> tuple[_Number, np.ndarray[Any, Any]]:
-    """What is kept of a tensor, and its numbers as an array of their own."""
-    if x.is_contiguous() and x.data_ptr() and x.dtype is torch.float32:
+    """What is kept of a tensor, and its numbers as an array of their own. Raises RuntimeError where its memory was freed."""
+    if x.numel() and not x.data_ptr():
+        raise RuntimeError(
+            f"a BatchNorm's tensor of shape {list(x.shape)} has no memory: its storage was freed, as sharding and "
+            "offloading do outside of the module's forward; bring it back before the call"
+        )
+    if x.numel() and x.is_contiguous() and x.dtype is torch.float32:
         memory = arrays.memory(x)
         content = memory.raw
         return _Number(x, (x.data_ptr(), x.shape, x.stride()), memory, content), np.frombuffer(content, np.float32)

@@ -337,6 +337,8 @@ def is_plain(
         and type(weight) in dispatch.PLAIN
         and (bias is None or type(bias) in dispatch.PLAIN)
         and all(t.device == frames.device and t.layout is torch.strided for t in (frames, weight))
+        # Without memory, as sharding and offloading leave them, they are torch's to complain of.
+        and all(t is None or t.data_ptr() for t in (weight, bias))
         and (frames.dtype in (weight.dtype, narrow) or (cast and {frames.dtype, weight.dtype, narrow} <= conv_fire.READS))
         and (bias is None or (bias.dtype is weight.dtype and bias.device == frames.device))
         and _calls_torchs(conv)

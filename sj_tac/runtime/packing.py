@@ -125,8 +125,7 @@ def convolve(conv: Any, x: Tensor) -> Tensor | None:
     if known is None or options is None:
         _note(packing, kind, ONCE if options is not None and _may(conv, x, options) else PLAIN)
         return None
-    # Weights without memory, as sharding leaves them, are torch's to complain of.
-    if not weight.data_ptr() or not deferred.is_plain(conv, x, weight, bias, x.dtype):
+    if not deferred.is_plain(conv, x, weight, bias, x.dtype):
         return None
     pack = packing.pack
     if pack is not None and not pack.is_of(weight, x.dtype):

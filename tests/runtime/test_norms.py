@@ -253,3 +253,43 @@ def test_one_map_in_channels_last_has_the_gradients_of_a_contiguous_one(k, train
         found.append((y.detach(), *(p.grad for p in fast.parameters())))
     for ours, expected in zip(*found[::-1], strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_memory_that_is_freed_and_brought_back():
+    """As sharding and offloading do: other numbers are seen, and none are an error, as of torch's own BatchNorm."""
+    source = nn.Sequential(conv(2, 8), norm(8), node("lif", v_threshold=0.3)).eval()
+    net, x = sj_tac.convert(source, "preserve", 1), frames(4, 2, 2, 6, 6)
+
+    def both():
+        functional.reset_net(source)
+        functional.reset_net(net)
+        with torch.no_grad():
+            return source(x), net(x)
+
+    assert torch.equal(*both())
+    for module in (source[1], net[1]):
+        for held in (module.weight, module.running_mean):
+            numbers = held.detach() * 1.25
+            held.untyped_storage().resize_(0)
+            held.untyped_storage().resize_(numbers.untyped_storage().nbytes())
+            held.data.copy_(numbers)
+    expected, found = both()
+    assert 0.02 < expected.mean() < 0.9
+    assert torch.equal(found, expected)
+    net[1].weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"\[8\] has no memory"):
+        both()
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_a_convolution_whose_memory_was_freed_is_an_error(size):
+    """Also where one kernel would run it with the neuron."""
+    net = sj_tac.convert(nn.Sequential(conv(2, 8), norm(8), node("lif")).eval(), "preserve", 1)
+    net, x = net.to(memory_format=torch.channels_last), frames(8, 4, 2, size, size)
+    with torch.no_grad():
+        for _ in range(2):
+            net(x)
+            functional.reset_net(net)
+        net[0].weight.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="not allocated"):
+            net(x)
