@@ -6,15 +6,17 @@ Their counterparts in a call are in sj_tac/runtime/maps.py and, of layers, in sj
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 
+from rewrites.buffers import written
 from rewrites.kinds import Kind
-from sj_tac.runtime.maps import multiplies_within, sums_within_frames
+from rewrites.layouts import Layout, Sample, layout_of
+from sj_tac.runtime.maps import fills, multiplies_within, sums_within_frames
 
 _FLIPS = {torch.flip, "flip"}
 _ROLLS = {torch.roll, "roll"}
@@ -39,6 +41,29 @@ def map_kind(node: fx.Node, x: fx.Node, kept: int) -> Kind | None:
     if args is None or len(before) <= kept or before[:kept] != after[:kept]:
         return Kind.FIXED
     return rule(args, x, len(before), kept)
+
+
+def filled_kind(node: fx.Node, sample: Sample | None, frames: Container[fx.Node]) -> Kind | None:
+    """What frames are, to places of which a constant was written, ``x[:, :, 0, :] = values``; None of anything else."""
+    if node.target is not written or sample is None:
+        return None
+    x, index, value = node.args
+    if not isinstance(x, fx.Node) or x not in frames:
+        return None
+    constant = value if isinstance(value, fx.Node) else None
+    if constant in frames if constant is not None else type(value) not in (int, float):
+        return None
+    before, shape, layout = x.meta.get("shape"), () if constant is None else constant.meta.get("shape"), layout_of(x)
+    if before is None or shape is None or layout is Layout.OTHER:
+        return None
+    ahead = fills(index, len(before), layout.kept, shape)
+    unknown = ahead is None or (ahead and constant is not None and is_unclear(constant, sample))
+    return None if unknown else Kind.WRITTEN
+
+
+def is_unclear(constant: fx.Node, sample: Sample) -> bool:
+    """Whether nobody can tell a 1 of a tensor's shape from what there is of time or batch; of a parameter's it need not."""
+    return constant.op != "get_attr" and 1 in (sample.steps, sample.batch)
 
 
 def _moved(dims: list[Any], rank: int, kept: int) -> Kind:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from rewrites.buffers import is_whole, written
 from rewrites.kinds import Kind
 from rewrites.layouts import Layout, Sample, layout_of
-from rewrites.maps import map_kind
+from rewrites.maps import filled_kind, is_unclear, map_kind
 from sj_tac import host
 from sj_tac.runtime.swaps import clash
 
@@ -100,7 +100,7 @@ def kind_of(
     if node.op == "output":
         return Kind.OUTPUT
     if node.target is written or node.target == "copy_":
-        return _written_kind(node, inputs)
+        return filled_kind(node, sample, frames) or _written_kind(node, inputs)
     if module is None and inputs == 1:
         found = _mapped(node, frames) or _with_constant(node, sample, frames)
         if found is not None:
@@ -165,8 +165,7 @@ def _with_constant(node: fx.Node, sample: Sample | None, frames: Container[fx.No
         return Kind.FIXED
     kept = layout.kept
     ahead = max(0, len(shape) - len(before) + kept)
-    # A sample of one step or one image cannot tell a 1 from what there is of it; of a parameter's own shape it need not.
-    unclear = ahead and constant.op != "get_attr" and 1 in (sample.steps, sample.batch)
+    unclear = ahead and is_unclear(constant, sample)
     if unclear or any(size != 1 for size in shape[:ahead]) or (constant is first and node.target in _DIVISIONS | _IN_PLACE):
         return Kind.FIXED
     # In another call such a tensor may have a size of 1 where it has a time or a batch: none but a parameter may say so.

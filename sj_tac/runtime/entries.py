@@ -71,6 +71,22 @@ def inner(x: Frames) -> int:
     return 2 if x.folded is None else 1
 
 
+def places(index: Any, rank: int, kept: int) -> tuple[Any, ...] | None:
+    """An index that takes all of the first ``kept`` of ``rank`` dimensions, and says what of those behind, item by item.
+
+    None of any other. Slices and whole numbers alone: what a tensor takes hangs on what is in it.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(item is Ellipsis or type(item) in (slice, int) for item in items):
+        return None
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (rank - len(items) + 1)
+    if Ellipsis in items or not kept < len(items) <= rank or any(item != slice(None) for item in items[:kept]):
+        return None
+    return tuple(items)
+
+
 def per_frame(x: Any, function: Function, linear: bool) -> Any:
     """``function`` of every frame, on the compact form; ``linear``: weighted sums of frames may stand for them.
 

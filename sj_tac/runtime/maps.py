@@ -5,14 +5,18 @@ What a trace says of them is in rewrites/maps.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sj_tac.host.dispatch import PLAIN
-from sj_tac.runtime.entries import Handlers, entering, inner, per_frame
-from sj_tac.runtime.values import Frames, Shared
+from sj_tac.runtime.entries import Handlers, entering, inner, is_number, per_frame, places
+from sj_tac.runtime.expressions import SharedExpression
+from sj_tac.runtime.marks import is_collapsed
+from sj_tac.runtime.recording import Birth, BornAgain
+from sj_tac.runtime.values import Frames, Shared, below_functions
 
 MAPS: Handlers = {}
 handles = entering(MAPS)
@@ -38,6 +42,21 @@ def sums_within_frames(args: list[Any], which: int, kept: int) -> bool:
     front = frames[:kept]
     once = all((frames + right).count(letter) == 2 and letter not in constant for letter in front)
     return len(frames) > kept and right[:kept] == front and once
+
+
+def fills(index: Any, rank: int, kept: int, shape: Sequence[int]) -> int | None:
+    """Of ``x[index] = constant``: how many of the constant's dimensions stand where a frame has none of its own.
+
+    None where it is not the same for every frame, or fits nowhere.
+
+    Args:
+        rank: dimensions of the frames, of which the first ``kept`` are of time and batch; shape: the constant's.
+    """
+    found = places(index, rank, kept)
+    if found is None:
+        return None
+    ahead = max(0, len(shape) - rank + kept + sum(type(item) is int for item in found))
+    return ahead if ahead <= kept and all(size == 1 for size in shape[:ahead]) else None
 
 
 def _dims(given: Any) -> list[int]:
@@ -110,3 +129,41 @@ def _einsum(function: Any, args: Any, kwargs: Any) -> Any:
     if which:
         return per_frame(x, lambda t: torch.einsum(equation, constant, t), False)
     return per_frame(x, lambda t: torch.einsum(equation, t, constant), False)
+
+
+@handles(Tensor.__setitem__)
+def _fill(function: Any, args: Any, kwargs: Any) -> Any:
+    """Constants written to places of each frame's map, ``x[:, :, 0, :] = values``: into a copy of the compact form.
+
+    Where others have seen the frames, or time is collapsed, frames are written.
+    """
+    x, index, value = args
+    alone = isinstance(x, Shared) and x._made is None and x._viewed is None and x._recorded is torch.is_grad_enabled()
+    if not alone or not x.intact or not x.is_bare or is_collapsed(x):
+        return NotImplemented
+    if not is_number(value) and type(value) not in PLAIN:
+        return NotImplemented
+    rank, kept = len(x.dims), inner(x)
+    if fills(index, rank, kept, value.shape if isinstance(value, Tensor) else ()) is None:
+        return NotImplemented
+    at = places(index, rank, kept)
+    assert at is not None
+    compact = x.expression.mapped().clone()
+    try:
+        compact[(slice(None), slice(None), *at[kept:])] = value
+    except RuntimeError:
+        return NotImplemented  # torch says what is wrong, of the frames
+    _become(x, SharedExpression(compact, x.expression.groups))
+    return None
+
+
+def _become(x: Shared, expression: SharedExpression) -> None:
+    """The same object, of another expression, whose gradients are its own."""
+    held = x.__dict__
+    held["expression"] = expression
+    if torch.is_grad_enabled() and expression.differentiates:
+        held["_birth"] = birth = Birth(type(x), expression, x.dims, x.kind, x.folded)
+        with below_functions():
+            BornAgain.apply(x, birth, *expression.inputs)
+            held["_node"] = x.grad_fn
+        held["_taken"] = False  # whoever used the compact form used what was there before

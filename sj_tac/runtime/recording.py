@@ -96,6 +96,22 @@ class Born(torch.autograd.Function):
         return (None, *(next(found) if x.requires_grad else None for x in inputs))
 
 
+class BornAgain(Born):
+    """A value that is another expression's from now on, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, birth: Birth, *inputs: Tensor) -> Any:  # type: ignore[override]
+        ctx.birth = birth
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return (None, *Born.backward(ctx, gradient))
+
+
 class Followed(torch.autograd.Function):
     """A value whose frames were written: below Python, too, its gradient is theirs."""
 

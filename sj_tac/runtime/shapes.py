@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sj_tac.errors import InputError
-from sj_tac.runtime.entries import Function, Handlers, entering, inner, per_frame, viewed
+from sj_tac.runtime.entries import Function, Handlers, entering, inner, per_frame, places, viewed
 from sj_tac.runtime.expressions import Made
 from sj_tac.runtime.marks import is_collapsed
 from sj_tac.runtime.values import Frames, Shared, Spikes
@@ -205,20 +205,8 @@ def _permute(function: Any, args: Any, kwargs: Any) -> Any:
 def _index(function: Any, args: Any, kwargs: Any) -> Any:
     """Slices and places in the dimensions behind the batch's."""
     x, index = args
-    items = list(index) if isinstance(index, tuple) else [index]
-    if (
-        not isinstance(x, Frames)
-        or not x.intact
-        or not all(item is Ellipsis or type(item) in (slice, int) for item in items)
-    ):
-        return NotImplemented
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(x.dims) - len(items) + 1)
-    kept = inner(x)
-    if Ellipsis in items or len(items) <= kept or any(item != slice(None) for item in items[:kept]):
-        return NotImplemented
-    return _moved(x, lambda t: t[tuple(items)], True)
+    found = places(index, len(x.dims), inner(x)) if isinstance(x, Frames) and x.intact else None
+    return NotImplemented if found is None else _moved(x, lambda t: t[found], True)
 
 
 @handles(torch.chunk, Tensor.chunk, torch.split, Tensor.split)

@@ -88,7 +88,48 @@ class Blocks(nn.Module):
         return self.b(self.a(x)).mean((-2, -1)).mean(0)
 
 
+class Bordered(nn.Module):
+    """BatchNorm with a border of what it makes of zeros, as reparametrised convolutions have between their 1x1 and 3x3."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bn, out = self.bn, F.pad(self.bn(x), [1] * 4)
+        border = bn.bias.detach() - bn.running_mean * bn.weight.detach() / torch.sqrt(bn.running_var + bn.eps)
+        border = border.view(1, -1, 1, 1)
+        out[:, :, 0:1, :] = border
+        out[:, :, -1:, :] = border
+        out[:, :, :, 0:1] = border
+        out[:, :, :, -1:] = border
+        return out
+
+
+class Reparametrised(nn.Module):
+    """A 3x3 convolution as 1x1, depthwise 3x3 and 1x1, with a norm behind each but the second, and a residual around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.lif1 = conv(2), nn.BatchNorm2d(C), lif()
+        self.body = nn.Sequential(
+            nn.Conv2d(C, C, 1, bias=False),
+            Bordered(C),
+            nn.Sequential(nn.Conv2d(C, C, 3, groups=C, bias=False), nn.Conv2d(C, C, 1, bias=False), nn.BatchNorm2d(C)),
+        )
+        self.bn2, self.lif2 = nn.BatchNorm2d(C), lif()
+        self.conv3, self.bn3, self.lif3 = conv(), nn.BatchNorm2d(C), lif()
+
+    def forward(self, x: Tensor) -> Tensor:
+        t, n, _, h, w = x.shape
+        x = self.lif1(self.bn1(self.conv1(x.flatten(0, 1))).unflatten(0, (t, n)))
+        x = x + self.bn2(self.body(x.flatten(0, 1))).reshape(t, n, C, h, w)
+        x = self.lif2(x)
+        return self.lif3(self.bn3(self.conv3(x.flatten(0, 1))).unflatten(0, (t, n))).mean((-2, -1)).mean(0)
+
+
 FURTHER = {
+    "reparametrised": Idiom(Reparametrised, *[("conv1", "body.0", "body.2.0", "body.2.1", "conv3")] * 2),
     "constants": Idiom(Constants, ("conv1", "conv2", "conv3"), ("conv1", "conv2")),
     "surroundings": Idiom(Surroundings, ("conv1", "conv2"), ("conv1", "conv2")),
     "own blocks": Idiom(Blocks, ("a.conv", "b.conv"), ("a.conv",)),

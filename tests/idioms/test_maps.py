@@ -39,6 +39,16 @@ class Between(nn.Module):
         return self.lif3(self.conv3(self.lif2(x)))
 
 
+def written(x, *pairs):
+    """``x``, to places of which constants were written."""
+    for index, value in pairs:
+        x[index] = value
+    return x
+
+
+HERE = slice(None)
+
+
 def seven(s):
     return torch.tensor([3, 1, 0, 2, 4, 5, 7, 6])
 
@@ -71,6 +81,20 @@ CARRIED = {
     "einops": (lambda s, x: einops.rearrange(x, "t n (a c) h w -> t n (c a) w h", a=2),),
     "einops, folded": (lambda s, x: einops.rearrange(x, "b c (h p) w -> b (c p) h w", p=2), None, True, 2 * C),
     "shuffled channels": (lambda s, x: torch.channel_shuffle(x, 2), None, True),
+    "a border written": (
+        lambda s, x: written(
+            F.pad(x, [1] * 4),
+            *(
+                (i, s.constant.view(1, C, 1, 1))
+                for i in ((HERE, HERE, slice(0, 1), HERE), (HERE, HERE, slice(-1, None), HERE))
+            ),
+            *((i, s.constant.view(-1, 1, 1) * 2) for i in ((..., slice(0, 1)), (..., slice(-1, None)))),
+        ),
+        (C,),
+        True,
+    ),
+    "rows written": (lambda s, x: written(x, ((HERE, HERE, HERE, 1), 0.3), ((..., 2, slice(1, 5)), s.constant)), (C, 4)),
+    "channels written by a buffer's": (lambda s, x: written(x, ((HERE, HERE, 1), s.bn2.running_mean[:1] + 0.2)),),
 }
 # Over time or samples, by what the frames say themselves, or not told apart.
 LEFT_ALONE = {
@@ -88,6 +112,11 @@ LEFT_ALONE = {
     "einsum over samples": (lambda s, x: torch.einsum("tnchw,nm->tmchw", x, s.constant), (3, 3)),
     "einsum by step": (lambda s, x: torch.einsum("tnchw,tc->tnchw", x, s.constant), (6, C)),
     "batch statistics": (lambda s, x: F.batch_norm(x, None, None, training=True), None, True),
+    "a step written": (lambda s, x: written(x, (1, 0.3)),),
+    "a sample written": (lambda s, x: written(x, ((HERE, 1), 0.3)),),
+    "written by step": (lambda s, x: written(x, ((..., 0), s.constant)), (6, 1, 1, 1)),
+    "written where it is large": (lambda s, x: written(x, (x > 0.5, 0.3)),),
+    "written by frames": (lambda s, x: written(x, ((..., slice(0, 2)), x[..., 2:4] * 0.5)),),
     "steps by index": (lambda s, x: x.index_select(0, torch.arange(5, -1, -1)),),
 }
 
@@ -137,7 +166,9 @@ def test_values_gradients_and_voltages(which):
                 assert torch.equal(fast(other), defined(other))
 
 
-@pytest.mark.parametrize("which", ["roll", "product", "einsum", "convolution", "shuffled channels", "channels by index"])
+@pytest.mark.parametrize(
+    "which", ["roll", "product", "einsum", "convolution", "shuffled channels", "channels by index", "rows written"]
+)
 def test_a_drive_stays_shared(which):
     """Not frame by frame: as many frames reach the neuron's kernel as the convolution made."""
     net = Between(*CARRIED[which]).eval()

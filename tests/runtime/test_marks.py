@@ -92,6 +92,12 @@ def checkpointed(x):
     return checkpoint(lambda t: t * 1.5, x, use_reentrant=True)
 
 
+def filled(x):
+    x[..., 1:3] = 0.4
+    x[..., 0, :] = torch.linspace(0, 0.5, 8, dtype=x.dtype)[None, :, None]
+    return x
+
+
 CHANGES = {
     "nothing": lambda x: x,
     "doubled": lambda x: x * 2,
@@ -116,6 +122,7 @@ CHANGES = {
     "halves": lambda x: torch.cat(x.chunk(2, -3), -3),
     "retained": retained,
     "written": written,
+    "constants written to places": filled,
     "summed in place": summed_in_place,
     "summed by name": summed_by_name,
     "read, then summed in place": read_and_summed,

@@ -53,6 +53,14 @@ GAINS = torch.linspace(0.5, 2, C, dtype=torch.float64).view(C, 1, 1)
 MAP = torch.randn(C, *SHAPE[2:], dtype=torch.float64)
 
 
+def filled(x, index, value):
+    """``x``, to places of which something was written; what was read of it before stays as it was."""
+    before = x * 2
+    x = x * 1
+    x[index] = value
+    return x + before
+
+
 # name -> (operation, on folded frames). Every function of the table stands here at least once.
 def doubled(x):
     x += x
@@ -219,6 +227,20 @@ OPERATIONS = {
     "unfold and more": (lambda x, y: x.reshape(T, N, C // 2, -1), True),
     "unfold with -1": (lambda x, y: x.view(T, -1, *SHAPE[1:]), True),
     "interpolate": (lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"), True),
+    "filled": (lambda x, y: filled(x, (slice(None), slice(None), 1), 0.5), False),
+    "filled, folded": (
+        lambda x, y: filled(x, (slice(None), slice(None), slice(-2, None), slice(None)), MAP[None, :, :2, :1]),
+        True,
+    ),
+    "filled by a Parameter": (lambda x, y: filled(x, (..., slice(0, 1)), torch.nn.Parameter(GAINS)), False),
+    "filled by what has a place for time": (lambda x, y: filled(x, (..., 0, slice(1, 3)), GAINS.view(1, 1, C, 1)), False),
+    "filled, all of it": (lambda x, y: filled(x, ..., 1), False),
+    "filled by what each sample has": (lambda x, y: filled(x, (..., 0), GAINS.new_tensor([1.0, 2.0]).view(N, 1, 1)), False),
+    "filled at one step": (lambda x, y: filled(x, 1, 0.25), False),
+    "filled in one sample": (lambda x, y: filled(x, (slice(None), 0, ..., 1), 0.25), False),
+    "filled where a mask is": (lambda x, y: filled(x, (..., MAP[0] > 0), 0.25), False),
+    "filled by frames": (lambda x, y: filled(x, (..., slice(0, 2)), y[..., 1:3]), False),
+    "filled through a view": (lambda x, y: filled(x.flatten(3), (..., slice(0, 2)), 0.25), False),
     "unknown": (lambda x, y: torch.relu(x), False),
     "slice": (lambda x, y: x[1:-1:2], False),
 }
