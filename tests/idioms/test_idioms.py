@@ -1,6 +1,7 @@
 """What published models are written like: each idiom against its source, and against hooks on the source that aggregate."""
 
 import copy
+import functools
 import pickle
 
 import pairs
@@ -57,6 +58,11 @@ def move_thresholds(net, x):
 
 def make(name, dtype=torch.float32):
     """The source net, awake: BatchNorm has the statistics of its input, and is moved upwards; and its sample."""
+    return copy.deepcopy(_awake(name, dtype)), inputs(IDIOMS[name], dtype, 9)
+
+
+@functools.cache
+def _awake(name, dtype):
     idiom = IDIOMS[name]
     torch.manual_seed(3)
     net = idiom.make().to(dtype)
@@ -75,7 +81,7 @@ def make(name, dtype=torch.float32):
     net.eval()
     for module in neurons(net).values():
         module.train(not host.IS_V2)
-    return net, inputs(idiom, dtype, 9)
+    return net
 
 
 def policy(name, k):
