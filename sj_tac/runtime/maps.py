@@ -15,7 +15,7 @@ from sj_tac.host.dispatch import PLAIN
 from sj_tac.runtime.entries import Handlers, entering, inner, is_number, per_frame, places
 from sj_tac.runtime.expressions import SharedExpression
 from sj_tac.runtime.marks import is_collapsed
-from sj_tac.runtime.recording import Birth, BornAgain
+from sj_tac.runtime.recording import Birth, BornAgain, note_write, packs
 from sj_tac.runtime.values import Frames, Shared, below_functions
 
 MAPS: Handlers = {}
@@ -138,8 +138,11 @@ def _fill(function: Any, args: Any, kwargs: Any) -> Any:
     Where others have seen the frames, or time is collapsed, frames are written.
     """
     x, index, value = args
-    alone = isinstance(x, Shared) and x._made is None and x._viewed is None and x._recorded is torch.is_grad_enabled()
-    if not alone or not x.intact or not x.is_bare or is_collapsed(x):
+    if not isinstance(x, Shared) or not x.intact or not x.is_bare or is_collapsed(x):
+        return NotImplemented
+    # A checkpoint counts what is saved, which is less where frames exist when it runs again.
+    of_mode = x._recorded is torch.is_grad_enabled() and not (x._recorded and packs())
+    if not of_mode or x._made is not None or x._viewed is not None:
         return NotImplemented
     if not is_number(value) and type(value) not in PLAIN:
         return NotImplemented
@@ -148,7 +151,10 @@ def _fill(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     at = places(index, rank, kept)
     assert at is not None
-    compact = x.expression.mapped().clone()
+    compact = x.expression.mapped()
+    if torch.is_inference_mode_enabled() and not x.expression.inputs[0].is_inference():
+        return NotImplemented  # the value outlives that mode
+    compact = compact.clone()
     try:
         compact[(slice(None), slice(None), *at[kept:])] = value
     except RuntimeError:
@@ -167,3 +173,5 @@ def _become(x: Shared, expression: SharedExpression) -> None:
             BornAgain.apply(x, birth, *expression.inputs)
             held["_node"] = x.grad_fn
         held["_taken"] = False  # whoever used the compact form used what was there before
+    else:
+        note_write(x)

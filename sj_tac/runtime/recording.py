@@ -57,9 +57,10 @@ class Birth:
         kind: tuple[torch.dtype, torch.device],
         folded: int | None,
     ) -> None:
-        # The frames once they exist, and their version then.
+        # The frames once they exist, and their version then; they are a view of what was written since the birth.
         self.frames: Tensor | None = None
         self.version = 0
+        self.stale = False
         self.cls, self.expression, self.shape, self.kind, self.folded = cls, expression, shape, kind, folded
 
 
@@ -79,11 +80,11 @@ class Born(torch.autograd.Function):
         if gradient is None:
             return (None,) * (1 + len(ctx.saved_tensors))
         made = ctx.birth.frames
-        if made is not None and made._version != ctx.birth.version:
+        if made is not None and (ctx.birth.stale or made._version != ctx.birth.version):
             raise StaleValueError(
-                "the frames of a value were written through a view of them, and what reads the value below torch's own "
-                "functions (a custom autograd Function, a checkpoint) cannot know of that gradient; write into a copy: "
-                "v = x[0].clone()"
+                "the frames of a value were written through a view of them, or are a view of what was written, and what "
+                "reads the value below torch's own functions (a custom autograd Function, a checkpoint) cannot know of that "
+                "gradient; write into a copy, v = x[0].clone(), and take views behind the write"
             )
         # Detached: inputs may hang on each other, and the graph behind them is run once, by autograd itself.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
@@ -94,6 +95,21 @@ class Born(torch.autograd.Function):
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(frames, wanted, gradient, allow_unused=True))
         return (None, *(next(found) if x.requires_grad else None for x in inputs))
+
+
+def is_stale(value: Any) -> bool:
+    """True for a view of a value that became something else since."""
+    if value._viewed is None:
+        return False
+    base, expression, _ = value._viewed
+    return base.expression is not expression or base.is_written or is_stale(base)
+
+
+def note_write(value: Tensor) -> None:
+    """Count a write that autograd is not told of: what a Function has saved of the value before is no longer that."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not value.is_inference():
+            torch.autograd.graph.increment_version(value)
 
 
 class BornAgain(Born):

@@ -29,6 +29,7 @@ from sj_tac.runtime.entries import (
 from sj_tac.runtime.expressions import SharedExpression, both, over
 from sj_tac.runtime.maps import MAPS
 from sj_tac.runtime.marks import apart, is_collapsed
+from sj_tac.runtime.recording import note_write
 from sj_tac.runtime.shapes import SHAPES
 from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, on_frames, settle
 
@@ -168,6 +169,7 @@ def _add_in_place(a: Shared, b: Any, function: Any, becoming: tuple[SharedExpres
         a._becoming = becoming
         a._become()
         a._becoming = None
+        note_write(a)
         return a
     if function in _MINUS:
         b = -b

@@ -19,7 +19,7 @@ from sj_tac.runtime import attributes, compiled
 from sj_tac.runtime.expressions import Expression, Maker, Reading, SharedExpression
 from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, POOLED_LATER, SUMMED, shares_memory, writes
 from sj_tac.runtime.groups import Groups, Sums, single
-from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth, below, packs
+from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth, below, is_stale, note_write, packs
 
 below_functions = torch._C.DisableTorchFunctionSubclass
 
@@ -133,7 +133,7 @@ class Frames(Tensor):
         if not own:
             # Something below Python put the value elsewhere in autograd's graph: take it from there, whoever reads it first.
             with below_functions(), torch.enable_grad():
-                self._made, self._node = torch.ops.aten.alias(self), self.grad_fn
+                self._made, self._node = torch.ops.aten.clone(self), self.grad_fn  # no view, which could not be written
             self._as_made = self._followed = self._made._version
             self._watched = not settle(self, self._made)
         if self._made is not None:
@@ -148,7 +148,7 @@ class Frames(Tensor):
         self._made = made
         self._as_made = self._followed = made._version
         if self._birth is not None:
-            self._birth.frames, self._birth.version = made, made._version
+            self._birth.frames, self._birth.version, self._birth.stale = made, made._version, is_stale(self)
         return made
 
     def _make(self, reader: str) -> Tensor:
@@ -390,6 +390,8 @@ def _follow(value: Frames, frames: Tensor) -> None:
             Followed.apply(value, frames)
             value._node = value.grad_fn
         value._birth = None
+    else:
+        note_write(value)
     value._followed = frames._version
 
 

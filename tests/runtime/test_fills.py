@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sj_tac
+from sj_tac.errors import StaleValueError
 from sj_tac.runtime.values import Shared
 
 C = 8
@@ -111,7 +112,43 @@ def behind_a_function(net, x):
     return x
 
 
+def what_a_function_gave(net, x):
+    y = Saved.apply(x)
+    y[:, :, 1] = net.gain[1]
+    return y
+
+
+def what_a_function_gave_through_a_view(net, x):
+    y = Saved.apply(x.flatten(0, 1))
+    y.unflatten(0, x.shape[:2])[:, :, 1] = 0.3
+    return y.view_as(x)
+
+
+def what_a_function_gave_summed(net, x):
+    y = Saved.apply(x)
+    y += x
+    return y * 0.5
+
+
+def from_within_a_checkpoint(net, x):
+    def part(gain):
+        x[:, :, 1] = 0.3
+        return x * gain
+
+    return checkpoint(part, net.gain.view(-1, 1, 1) + 1, use_reentrant=False)
+
+
+def in_inference_mode(net, x):
+    with torch.no_grad():
+        y = x * 1.0
+    with torch.inference_mode():
+        y[:, :, 1] = 0.3
+    return y * net.gain.view(-1, 1, 1) + x
+
+
 CHANGES = [
+    what_a_function_gave, what_a_function_gave_through_a_view, what_a_function_gave_summed, from_within_a_checkpoint,
+    in_inference_mode,
     fill, fill_by_gain, twice_and_read_between, views_before_and_behind, through_a_view, of_frames_that_were_read,
     without_recording, in_another_dtype, in_a_checkpoint, in_a_reentrant_checkpoint, kept_by_a_function, behind_a_function,
 ]  # fmt: skip
@@ -182,18 +219,65 @@ def test_the_gradient_of_what_was_written_is_to_be_had():
     torch.testing.assert_close(fast.seen.grad, defined.seen.grad, rtol=1e-9, atol=1e-10)
 
 
-def test_what_a_function_kept_must_not_be_written():
+def fill_it(x):
+    x[:, :, 1] = 0.3
+
+
+def sum_it(x):
+    x += x * 0.5
+
+
+def scale_it(x):
+    x *= 0.5
+
+
+class SavedBeside(Saved):
+    """The same, with another input that wants a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, gain):
+        ctx.save_for_backward(x)
+        return x * 2 + gain.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return None, (gradient * x).sum((0, 1, 3, 4))
+
+
+@pytest.mark.parametrize("write", [fill_it, sum_it, scale_it])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_function_kept_must_not_be_written(write, frozen):
     def kept_and_written(net, x):
-        y = Saved.apply(x)
-        x[:, :, 1] = 0.3
+        y = SavedBeside.apply(x, net.gain)
+        write(x)
         return x + y
 
     net, x = Net(fill).double().eval(), frames(6, 3, 2, 8, 8).double()
+    net.requires_grad_(not frozen)
+    net.gain.requires_grad_()
     for fuse in (True, False):
         made = sj_tac.convert(net, k=2, example_input=x, fuse=fuse)
         made.change = kept_and_written
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             run(made, x)
+
+
+@pytest.mark.parametrize("write", [fill_it, sum_it])
+def test_a_view_of_what_was_written_since_is_an_error_where_its_gradient_is_not_known(write):
+    def viewed(net, x):
+        view = x.flatten(0, 1)
+        write(x)
+        return Saved.apply(view).view_as(x)
+
+    net, x = Net(fill).double().eval(), frames(6, 3, 2, 8, 8).double()
+    fast, defined = (sj_tac.convert(net, k=2, example_input=x, fuse=fuse) for fuse in (True, False))
+    fast.change = defined.change = viewed
+    with pytest.raises(StaleValueError, match="view of what was written"):
+        run(fast, x)
+    functional.reset_net(fast)
+    with torch.no_grad():
+        assert torch.equal(fast(x), defined(x))
 
 
 @pytest.mark.parametrize(
