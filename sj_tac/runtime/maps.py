@@ -15,7 +15,7 @@ from sj_tac.host.dispatch import PLAIN
 from sj_tac.runtime.entries import Handlers, entering, inner, is_number, per_frame, places
 from sj_tac.runtime.expressions import SharedExpression
 from sj_tac.runtime.marks import is_collapsed
-from sj_tac.runtime.recording import Birth, BornAgain, note_write, packs
+from sj_tac.runtime.recording import Birth, BornAgain, note_write, packs, relatives
 from sj_tac.runtime.values import Frames, Shared, below_functions
 
 MAPS: Handlers = {}
@@ -142,7 +142,7 @@ def _fill(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     # A checkpoint counts what is saved, which is less where frames exist when it runs again.
     of_mode = x._recorded is torch.is_grad_enabled() and not (x._recorded and packs())
-    if not of_mode or x._made is not None or x._viewed is not None:
+    if not of_mode or x._made is not None or x._viewed is not None or len(relatives(x)) > 1:
         return NotImplemented
     if not is_number(value) and type(value) not in PLAIN:
         return NotImplemented

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -57,11 +58,19 @@ class Birth:
         kind: tuple[torch.dtype, torch.device],
         folded: int | None,
     ) -> None:
-        # The frames once they exist, and their version then; they are a view of what was written since the birth.
+        # The frames once they exist, and their version then.
         self.frames: Tensor | None = None
         self.version = 0
-        self.stale = False
         self.cls, self.expression, self.shape, self.kind, self.folded = cls, expression, shape, kind, folded
+
+    def check(self) -> None:
+        """Raise StaleValueError where the frames were written, and nobody told the value."""
+        if self.frames is not None and self.frames._version != self.version:
+            raise StaleValueError(
+                "the frames of a value were written through a view of them, and what reads the value below torch's own "
+                "functions (a custom autograd Function, a checkpoint) cannot know of that gradient; write into a copy: "
+                "v = x[0].clone()"
+            )
 
 
 class Born(torch.autograd.Function):
@@ -79,13 +88,7 @@ class Born(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is None:
             return (None,) * (1 + len(ctx.saved_tensors))
-        made = ctx.birth.frames
-        if made is not None and (ctx.birth.stale or made._version != ctx.birth.version):
-            raise StaleValueError(
-                "the frames of a value were written through a view of them, or are a view of what was written, and what "
-                "reads the value below torch's own functions (a custom autograd Function, a checkpoint) cannot know of that "
-                "gradient; write into a copy, v = x[0].clone(), and take views behind the write"
-            )
+        ctx.birth.check()
         # Detached: inputs may hang on each other, and the graph behind them is run once, by autograd itself.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad():
@@ -97,12 +100,23 @@ class Born(torch.autograd.Function):
         return (None, *(next(found) if x.requires_grad else None for x in inputs))
 
 
-def is_stale(value: Any) -> bool:
-    """True for a view of a value that became something else since."""
-    if value._viewed is None:
-        return False
-    base, expression, _ = value._viewed
-    return base.expression is not expression or base.is_written or is_stale(base)
+def note_view(base: Any, view: Any) -> None:
+    """Note that the frames of a value are a view of another's."""
+    if view._recorded:
+        base.__dict__.setdefault("_views", []).append(weakref.ref(view))
+
+
+def relatives(value: Any) -> list[Any]:
+    """All values whose frames are the same memory, and that are alive: what one is a view of, and the views of that."""
+    root, found = value, []
+    while root._viewed is not None:
+        root = root._viewed[0]
+    ahead = [root]
+    while ahead:
+        x = ahead.pop()
+        found.append(x)
+        ahead += [view for ref in x.__dict__.get("_views", ()) if (view := ref()) is not None and view._viewed is not None]
+    return found if any(x is value for x in found) else [value, *found]
 
 
 def note_write(value: Tensor) -> None:
@@ -132,13 +146,36 @@ class Followed(torch.autograd.Function):
     """A value whose frames were written: below Python, too, its gradient is theirs."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, frames: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, birth: Birth, frames: Tensor) -> Tensor:
+        ctx.birth = birth
         ctx.mark_dirty(value)
         return value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, gradient
+        ctx.birth.check()
+        return None, None, gradient
+
+
+def follow(value: Any, reader: str) -> None:
+    """Tie a value to its frames, which were written, and with it all whose frames are the same memory."""
+    for x in relatives(value):
+        _follow(x, x.frames(reader))
+
+
+def _follow(value: Any, frames: Tensor) -> None:
+    if value._birth is not None:  # of those alone that read the value before, or do not know of the write, as autograd
+        value._birth.version = frames._version
+    if torch.is_grad_enabled() and (frames.requires_grad or value._node is not None):
+        # Nobody makes these frames again, so that what they were made of need not be kept.
+        value._birth = birth = Birth(type(value), Expression(), value.dims, value.kind, value.folded)
+        birth.frames, birth.version = frames, frames._version
+        with torch._C.DisableTorchFunctionSubclass():
+            Followed.apply(value, birth, frames)
+            value._node = value.grad_fn
+    else:
+        note_write(value)
+    value._followed = frames._version
 
 
 def below(x: Any) -> Any:

@@ -29,7 +29,7 @@ from sj_tac.runtime.entries import (
 from sj_tac.runtime.expressions import SharedExpression, both, over
 from sj_tac.runtime.maps import MAPS
 from sj_tac.runtime.marks import apart, is_collapsed
-from sj_tac.runtime.recording import note_write
+from sj_tac.runtime.recording import note_write, relatives
 from sj_tac.runtime.shapes import SHAPES
 from sj_tac.runtime.values import TABLE, Frames, Shared, Spikes, below_functions, on_frames, settle
 
@@ -63,7 +63,9 @@ def _add(function: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented if in_place else _add_constant(function, a, b)
     if function is Tensor.__rsub__ or not _are_alike(a, b, in_place):
         return NotImplemented
-    if in_place and (a is b or a.folded is not None or a._viewed is not None or a._made is not None):
+    if in_place and (
+        a is b or a.folded is not None or a._viewed is not None or a._made is not None or len(relatives(a)) > 1
+    ):
         return _write(function, args)
     plain = torch.sub if function in _MINUS else torch.add
     if isinstance(a, Spikes) and isinstance(b, Spikes):

@@ -19,7 +19,7 @@ from sj_tac.runtime import attributes, compiled
 from sj_tac.runtime.expressions import Expression, Maker, Reading, SharedExpression
 from sj_tac.runtime.functions import ASKING, GRADIENTS, MEMORY, POOLED_LATER, SUMMED, shares_memory, writes
 from sj_tac.runtime.groups import Groups, Sums, single
-from sj_tac.runtime.recording import Birth, Born, Followed, as_at_birth, below, is_stale, note_write, packs
+from sj_tac.runtime.recording import Birth, Born, as_at_birth, below, follow, note_view, packs
 
 below_functions = torch._C.DisableTorchFunctionSubclass
 
@@ -120,6 +120,7 @@ class Frames(Tensor):
     def view_of(self, base: Frames, view: Callable[[Tensor], Tensor]) -> Self:
         """Say that the frames are a view of another value's: who writes into the ones writes into the others."""
         self._viewed = (base, base.expression, view)
+        note_view(base, self)
         return self
 
     def _is_own_node(self) -> bool:
@@ -148,7 +149,7 @@ class Frames(Tensor):
         self._made = made
         self._as_made = self._followed = made._version
         if self._birth is not None:
-            self._birth.frames, self._birth.version, self._birth.stale = made, made._version, is_stale(self)
+            self._birth.frames, self._birth.version = made, made._version
         return made
 
     def _make(self, reader: str) -> Tensor:
@@ -317,14 +318,14 @@ def on_frames(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(first, Frames):
         frames = args[0]
         if frames._version != first._followed and (found is frames or found is None):
-            _follow(first, frames)  # in place; item assignment gives nothing back
+            follow(first, reader)  # in place; item assignment gives nothing back
         if found is frames:
             return first
         # Who holds a view may write past version counters, too. A checkpoint must find the value as it was.
         if read is not _watch and shares_memory(found, frames) and not (packs() or _pools_later(first)):
             _stand_by(first, lent=True)
     if isinstance(out, Frames) and out._made is not None:
-        _follow(out, out._made)
+        follow(out, reader)
         return out
     return found
 
@@ -381,18 +382,6 @@ def settle(x: Frames, frames: Tensor | None = None) -> bool:
     held["pooled"] = None
     held["_as_made"] = frames._version
     return True
-
-
-def _follow(value: Frames, frames: Tensor) -> None:
-    """Tie a value to its frames, which were written."""
-    if torch.is_grad_enabled() and (frames.requires_grad or value._node is not None):
-        with below_functions():
-            Followed.apply(value, frames)
-            value._node = value.grad_fn
-        value._birth = None
-    else:
-        note_write(value)
-    value._followed = frames._version
 
 
 def ordinary(x: Any, reader: str = "") -> Any:
