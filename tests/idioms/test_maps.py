@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spikingjelly.activation_based import functional, layer
-from support import conv, frames, node
+from support import conv, differentiated, frames, node
 from torch import nn
 
 import sj_tac
@@ -121,18 +121,6 @@ LEFT_ALONE = {
 }
 
 
-def run(net, x):
-    for module in net.modules():
-        if hasattr(module, "v_threshold"):
-            module.train()  # the older host differentiates no neuron in eval mode
-    functional.reset_net(net)
-    net.zero_grad()
-    y = net(x)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    voltages = {n: m.v.detach() for n, m in net.named_modules() if hasattr(m, "v_threshold")}
-    return y.detach(), {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}, voltages
-
-
 def same(a, b):
     torch.testing.assert_close(a[0], b[0], rtol=0, atol=0)
     for left, right in zip(a[1:], b[1:], strict=True):
@@ -147,14 +135,14 @@ def test_values_gradients_and_voltages(which):
     x = frames(6, 3, 2, 8, 8).double()
     found = sj_tac.report(sj_tac.convert(net, k=2, example_input=x))["conv2"]
     assert found.status == ("converted" if which in CARRIED else "refused")
-    source = run(net, x)
+    source = differentiated(net, x)
     assert 0.02 < source[0].mean() < 0.6
-    same(run(sj_tac.convert(net, k=1, example_input=x), x), source)
+    same(differentiated(sj_tac.convert(net, k=1, example_input=x), x), source)
     for k in (2, 4):
         fast = sj_tac.convert(net, k=k, example_input=x)
         defined = sj_tac.convert(net, k=k, example_input=x, fuse=False)
-        expected = run(defined, x)
-        same(run(fast, x), expected)
+        expected = differentiated(defined, x)
+        same(differentiated(fast, x), expected)
         assert not torch.equal(expected[0], source[0])
         with torch.no_grad():
             functional.reset_net(fast)

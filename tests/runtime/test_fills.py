@@ -4,7 +4,7 @@ import pytest
 import torch
 from idioms.constants import Bordered
 from spikingjelly.activation_based import functional, layer
-from support import conv, frames, node
+from support import conv, differentiated, frames, node
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,14 +155,8 @@ STAYS_SHARED = (fill, fill_by_gain, twice_and_read_between, in_another_dtype)
 
 
 def run(net, x):
-    for module in net.modules():
-        if hasattr(module, "v_threshold"):
-            module.train()  # the older host differentiates no neuron in eval mode
-    functional.reset_net(net)
-    net.zero_grad()
-    y = net(x)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    return y.detach(), {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    """Outputs and gradients of a call."""
+    return differentiated(net, x)[:2]
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
