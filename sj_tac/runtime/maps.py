@@ -159,11 +159,11 @@ def _fill(function: Any, args: Any, kwargs: Any) -> Any:
         compact[(slice(None), slice(None), *at[kept:])] = value
     except RuntimeError:
         return NotImplemented  # torch says what is wrong, of the frames
-    _become(x, SharedExpression(compact, x.expression.groups))
+    _bear_again(x, SharedExpression(compact, x.expression.groups))
     return None
 
 
-def _become(x: Shared, expression: SharedExpression) -> None:
+def _bear_again(x: Shared, expression: SharedExpression) -> None:
     """The same object, of another expression, whose gradients are its own."""
     held = x.__dict__
     held["expression"] = expression
