@@ -1,23 +1,62 @@
-"""What holds for every test: tables as wide as where there is no terminal, no limits on times, and none measured in vain."""
+"""Options and limits of every test: the quick suite and the exhaustive one, processes, threads, tables of a fixed width."""
 
 import os
 
+# Before torch is imported. Two processes whose waiting threads spin are ten times slower on two cores than one process.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["COLUMNS"] = "140"
+
+import pairs
+import pytest
 import torch
 from hypothesis import settings
 
 from rewrites import observe
 from sj_tac.kernels.cpu import threads
 
-os.environ["COLUMNS"] = "140"
-# How long an example takes says what the machine does beside it.
-settings.register_profile("sj_tac", deadline=None)
-# For what runs a second time, under another SpikingJelly.
-settings.register_profile("half", deadline=None, max_examples=50)
-settings.load_profile("sj_tac")
-# How a net's time compares with its source's is told by one round of each: only tests of the times read what is told.
+# How long an example takes depends on the machine's other load: no deadline.
+settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("exhaustive", deadline=None, max_examples=100)
+# How a net's time compares with its source's is measured in one round: few tests read it.
 observe.ROUNDS = 1
 # Most nets of the tests are too small for threads to be worth their start. They start all the same, so that they are tested.
 threads.ALONE //= 20
 if not torch.cuda.is_available():
     # Without a device every seed is kept for later with the stack it was given in: a millisecond for each torch.manual_seed.
     torch.cuda.manual_seed_all = lambda seed: None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run also the tests marked exhaustive, whole products of parameters, and more examples of each property",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    pairs.EXHAUSTIVE = config.getoption("exhaustive")
+    settings.load_profile("exhaustive" if pairs.EXHAUSTIVE else "quick")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return one process a core, at most 16; none besides this one for tests that are named one by one."""
+    if config.args and all("::" in arg for arg in config.args):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 16)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked exhaustive, except those that the command line names."""
+    if config.getoption("exhaustive"):
+        return
+    named = tuple(arg.split("/")[-1] for arg in config.args if "::" in arg)
+    kept, left = [], []
+    for item in items:
+        wanted = item.get_closest_marker("exhaustive") is None or item.nodeid.split("/")[-1].startswith(named or ("\0",))
+        (kept if wanted else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept

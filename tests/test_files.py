@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from sj_tac import Policy
 from sj_tac.errors import WriteError
 from sj_tac.support.files import beside, check_place, own_descriptor, write_text, write_whole
 
@@ -42,12 +41,6 @@ def test_what_fails_half_way_leaves_the_old_file_and_no_other(tmp_path, error):
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match=r"file/p\.yaml cannot be written"):
-        Policy().save(tmp_path / "file" / "p.yaml")
-
-
 def test_of_a_link_the_target_is_written(tmp_path):
     real, link = tmp_path / "real" / "a.txt", tmp_path / "link.txt"
     real.parent.mkdir()
@@ -79,23 +72,20 @@ def test_a_pipe_is_handed_the_bytes_and_stays(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
 
 
-# Not by /dev/stdout, which is a link that a fault here would replace for the whole machine.
 @pytest.mark.parametrize("name", ["/dev/fd/1", "/proc/self/fd/1"])
 def test_stdout_is_written_in_turn(tmp_path, name):
+    """Not by /dev/stdout, which is a link that a fault here would replace for the whole machine."""
     assert own_descriptor("/dev/stdout") == own_descriptor(name) == 1
     assert own_descriptor(tmp_path / "stdout") is None
     script = (
         f"from sj_tac.support.files import write_text\nprint('before')\nwrite_text({name!r}, 'written\\n')\nprint('behind')"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    expected = b"before\nwritten\nbehind\n"
-    piped = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
-    assert piped.stdout == expected
     with (tmp_path / "log").open("ab") as file:  # as "sj-tac ... >> log" does it
         file.write(b"kept\n")
         file.flush()
         subprocess.run([sys.executable, "-c", script], env=environment, stdout=file, check=True)
-    assert (tmp_path / "log").read_bytes() == b"kept\n" + expected
+    assert (tmp_path / "log").read_bytes() == b"kept\nbefore\nwritten\nbehind\n"
 
 
 def test_what_can_be_no_file_is_said_before(tmp_path):
@@ -107,7 +97,7 @@ def test_what_can_be_no_file_is_said_before(tmp_path):
     ):
         with pytest.raises(WriteError, match=words):
             check_place(path)
-        with pytest.raises(WriteError):
+        with pytest.raises(WriteError, match=f"{path.name} cannot be written"):
             write_text(path, "x")
     with pytest.raises(WriteError, match="it is a folder"):
         check_place("")

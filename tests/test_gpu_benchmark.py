@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import types
 
 import pytest
@@ -10,7 +9,7 @@ import stub_cuda
 import torch
 from rich.console import Console
 
-from benchmarks import first_layer, gpu, gpu_kernels, measure, nets, overhead
+from benchmarks import first_layer, gpu, gpu_kernels, nets
 from sj_tac.kernels.gpu import conv_fire
 
 
@@ -24,15 +23,9 @@ def options(tmp_path, monkeypatch):
         nets, "make", lambda name, batch, device="cpu": (torch.nn.Conv2d(1, 1, 1), torch.zeros(2, 1, 1, 4, 4))
     )
     return types.SimpleNamespace(
-        out=tmp_path / "found",
-        net=["DVSGestureNet"],
-        batch=1,
-        rounds=2,
-        no_compile=True,
-        stage=gpu.STAGES,
-        precision=gpu.PRECISIONS,
-        row="",
-    )
+        out=tmp_path / "found", net=["DVSGestureNet"], batch=1, rounds=2, no_compile=True, stage=gpu.STAGES,
+        precision=gpu.PRECISIONS, row="",
+    )  # fmt: skip
 
 
 def test_every_row_is_in_the_file_before_the_next_begins(tmp_path):
@@ -75,42 +68,6 @@ def test_rows_that_fail_cost_no_others(options, monkeypatch):
     assert (options.out / "report.txt").exists()
 
 
-def test_a_table_without_any_row_of_the_host_has_no_ratios(tmp_path):
-    rows = measure.rows({"sj_tac preserve k=2": [0.5, 0.25, 0.3]}, [], {})
-    assert rows[0]["to_best"] is None
-    console = Console(record=True, width=100, quiet=True)
-    measure.table("none", rows, console)
-    assert measure.save(tmp_path / "one.json", "none", {"net": rows}, 1).exists()
-
-
-def test_only_the_files_of_gpu_tests_run_and_a_run_without_end_is_ended(tmp_path, monkeypatch):
-    seen = []
-
-    def run(command, **how):
-        seen.append((command, how))
-        raise gpu.subprocess.TimeoutExpired(command, how["timeout"])
-
-    monkeypatch.setattr(gpu.subprocess, "run", run)
-    gpu.tests(tmp_path, Console(quiet=True), 30)
-    (command, how), *rest = seen
-    assert not rest
-    files = ["tests/test_gpu.py", "tests/test_gpu_nets.py", "tests/kernels/test_gpu_fire.py"]
-    assert command[:6] == [sys.executable, "-m", "pytest", *files]
-    assert how["timeout"] == 30
-    assert "TimeoutExpired" in (tmp_path / "tests.txt").read_text()
-
-
-def test_peaks_of_graphs_are_those_of_their_capture(monkeypatch):
-    allocated, peak = iter([100, 900]), iter([2_000_100, 900])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peak))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    found = gpu.timed(lambda: lambda: None, 3)
-    assert found["peak MB"] == 2.0
-    assert len(found["seconds"]) == 3
-
-
 @pytest.fixture
 def stub(monkeypatch, tmp_path):
     """A stand-in for a device, a small layer, and a clock that says the second of two ways is faster."""
@@ -133,33 +90,3 @@ def test_a_first_layer_is_run_both_ways_and_the_faster_one_is_named(stub, monkey
     assert found["outputs that differ, channels_last"] < 1e-3
     assert first_layer.runs() > 0
     assert conv_fire.VARIABLE not in os.environ
-
-
-@pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
-def test_a_first_layer_whose_kernel_does_not_run_is_a_row_that_says_so(stub, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_kernels, "seconds_of", lambda run: 1.0)
-    monkeypatch.setitem(first_layer.ON_GPU, "five", first_layer.Case(5, 8, 3, 1, 16, None))
-    found = gpu.Results(tmp_path, 1).add(
-        "first layer", "one", lambda: gpu_kernels.one_kernel("five", torch.float32, 2, "cpu")
-    )
-    assert found["failed"] == "RuntimeError: one kernel: the kernel that convolves and fires ran 0 times"
-
-
-def test_every_first_layer_is_measured(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(gpu_kernels, "one_kernel", lambda *which: (seen.append(which), {})[1])
-    gpu_kernels.first_layers(gpu.Results(tmp_path, 1), Console(quiet=True))
-    others = len(first_layer.ON_GPU) - len(first_layer.CASES)
-    assert len(read(tmp_path)["first layer"]) == len(set(seen)) == 2 * (3 * len(first_layer.CASES) + others)
-
-
-@pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
-def test_what_a_call_costs_is_a_row_of_either_launcher_and_of_the_host(stub, monkeypatch, tmp_path):
-    monkeypatch.setattr(overhead, "LAYERS", 2)
-    cost = gpu_kernels.call_overhead
-    monkeypatch.setattr(gpu_kernels, "call_overhead", lambda maker: cost(maker, "cpu", 0.0))
-    gpu_kernels.overheads(gpu_kernels.Results(tmp_path, 1), Console(quiet=True))
-    rows = read(tmp_path)["overhead"]
-    assert [row["name"] for row in rows][:2] == ["SpikingJelly eager", "sj_tac, cupy, k=1"]
-    assert len(rows) == 7
-    assert all(row["us a layer"] > 0 for row in rows)

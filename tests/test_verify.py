@@ -7,11 +7,9 @@ import torch
 from spikingjelly.activation_based import functional, layer, neuron
 from support import conv, csnn, frames, node, norm, same_state
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sj_tac
 from rewrites import verify
-from rewrites.verify import _seen
 from sj_tac.errors import ConversionError
 from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.runtime.convs import DriveModule
@@ -34,17 +32,16 @@ def broken(change):
     return forward
 
 
-@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(
-    ("k", "change", "message"),
+    ("inplace", "k", "change", "message"),
     [
-        (2, lambda y: y[..., :-1], r"layer '4' puts out \(\(6, 2, 4, 4, 3\),\), the source \(\(6, 2, 4, 4, 4\),\)"),
-        (1, lambda y: y + 1e-3, "layer '4' is the first whose output differs from the source's at k=1"),
-        (1, lambda y: y.flip(0), "layer '4' is the first whose output differs from the source's at k=1"),
-        (2, lambda y: y.no_such_thing, r"does not run on example_input of shape \[6, 2, 2, 8, 8\] in module '4'"),
+        (True, 2, lambda y: y[..., :-1], r"layer '4' puts out \(\(6, 2, 4, 4, 3\),\), the source \(\(6, 2, 4, 4, 4\),\)"),
+        (False, 1, lambda y: y + 1e-3, "layer '4' is the first whose output differs from the source's at k=1"),
+        (True, 1, lambda y: y.flip(0), "layer '4' is the first whose output differs from the source's at k=1"),
+        (False, 2, lambda y: y.no_such_thing, r"does not run on example_input of shape \[6, 2, 2, 8, 8\] in module '4'"),
     ],
 )
-def test_the_first_layer_that_differs_is_named(x, k, change, message, inplace, monkeypatch):
+def test_the_first_layer_that_differs_is_named(x, inplace, k, change, message, monkeypatch):
     net = csnn()
     net[0].register_forward_hook(lambda m, a, y: None)
     before = copy.deepcopy(net)
@@ -75,7 +72,7 @@ class ByClass(nn.Module):
         return self.lif2(self.second(y if type(y) in (torch.Tensor, torch.fx.Proxy) else y * 0))
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2])
 def test_a_fused_net_that_takes_another_way_is_told_at_any_k(k, x):
     net = ByClass().eval()
     assert 0.02 < net(x).mean() < 0.6
@@ -86,11 +83,10 @@ def test_a_fused_net_that_takes_another_way_is_told_at_any_k(k, x):
     assert slow(x).mean() > 0.02
 
 
-@pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize(
-    ("share", "dtype", "fault"),
-    [(0, torch.float32, False), (0.2, torch.float32, True), (0, torch.float64, True)],
-    ids=["rounding", "too many", "in float64"],
+    ("share", "dtype", "fault", "k"),
+    [(0, torch.float32, False, 1), (0, torch.float32, False, 2), (0.2, torch.float32, True, 2), (0, torch.float64, True, 1)],
+    ids=["rounding", "rounding with k", "too many", "in float64"],
 )
 def test_what_rounding_moves_is_no_fault_of_the_kernels(share, dtype, fault, k, x, monkeypatch):
     """A spike of the first neuron that differs, in float32 alone: deep nets make any distance of it."""
@@ -194,88 +190,29 @@ def test_groups_several_outputs_and_numbers_that_are_no_numbers_in_the_source(x)
     assert sj_tac.convert(net, policy, example_input=x)(x).shape[0] == 2
 
 
-def digest(*output):
-    return _seen("a", [*output], True).digests
+@pytest.mark.parametrize("what", ["first", "within", "last", "rows"])
+def test_one_bit_of_a_layers_output_is_seen_and_rows_in_another_order(what, monkeypatch):
+    def change(y):
+        y = y.clone()
+        flat = y.view(-1)
+        if what == "rows":
+            flat[:16384] = flat[:16384].roll(8192)
+        else:
+            place = {"first": 0, "within": 12345, "last": -1}[what]
+            flat[place] = torch.nextafter(flat[place], torch.tensor(9.0))
+        return y
+
+    monkeypatch.setattr(DriveModule, "forward", broken(change))
+    with pytest.raises(ConversionError, match="layer '4' is the first whose output differs from the source's at k=1"):
+        sj_tac.convert(csnn(size=16), "preserve", 1, example_input=frames(6, 16, 2, 16, 16), fuse=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("shape", [(), (3,), (5, 2, 3, 4, 4), (7, 60_001)])
-def test_a_digest_differs_where_one_bit_does(dtype, shape):
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(shape, generator=generator).to(dtype)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
-    expected = digest(a)
-    for place in {0, a.numel() // 2, a.numel() - 1, *torch.randint(a.numel(), (8,), generator=generator).tolist()}:
-        for bit in (0, 5, a.itemsize * 8 - 3):
-            b = a.clone()
-            b.view(-1).view(bits)[place] ^= 1 << bit
-            assert digest(b) != expected
-    if a.dim():
-        assert digest(a.flip(0)) != expected
-        assert digest(a.flip(-1)) != expected
-    assert digest(a.clone()) == expected
+def test_outputs_are_compared_as_numbers_in_their_order_not_as_memory(x, monkeypatch):
+    def change(y):
+        return torch.where(y == 0, -y, y).transpose(1, 3).contiguous().transpose(1, 3)
 
-
-def test_a_digest_is_of_values_in_their_order_not_of_memory():
-    a = torch.randn(4, 3, 6, 5, generator=torch.Generator().manual_seed(0))
-    expected = digest(a)
-    assert digest(a.to(memory_format=torch.channels_last)) == expected
-    assert digest(torch.cat([torch.ones(1), a.flatten()])[1:].view_as(a)) == expected
-    assert digest(a.transpose(0, 1).contiguous().transpose(0, 1)) == expected
-    assert digest(torch.zeros(3)) == digest(-torch.zeros(3))  # as numbers they are equal
-    flags = torch.rand(9, 9) < 0.5
-    assert digest(flags) == digest(torch.cat([flags[:1], flags])[1:]) != digest(~flags)
-    swapped = torch.arange(3 * 8192, dtype=torch.float32)
-    rows = swapped.view(3, 8192)
-    assert digest(rows[[1, 0, 2]]) != digest(rows)
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_what_is_not_finite_is_seen_and_large_sums_are_not_taken_for_it(exact):
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        a = torch.zeros(300_000)
-        assert _seen("a", [a], exact).finite
-        a[-1] = bad
-        assert not _seen("a", [a], exact).finite
-    assert not _seen("a", [torch.tensor([float("inf"), -float("inf")])], exact).finite
-    assert _seen("a", [torch.full((9,), 6e4, dtype=torch.float16), torch.full((9,), 3e38)], exact).finite
-    assert _seen("a", [torch.ones(3, dtype=torch.int64), torch.ones(0), torch.ones(3) > 0], exact).finite
-
-
-def test_a_digest_makes_no_second_copy_of_an_output():
-    output = (torch.rand(16, 4, 64, 32, 32) < 0.2).float()
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
-                sizes.append(made.numel() * made.itemsize)
-            return made
-
-    with Sizes():
-        digest(output)
-    assert max(sizes) <= 1 << 20  # pieces that stay in the cache
-
-
-def test_a_forward_that_asks_for_the_class_of_a_tensor_is_told_at_k_1(x):
-    class Asking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.front, self.behind = nn.Sequential(conv(2, 4), node("lif", v_threshold=0.3)), conv(4, 3)
-            self.out = node("lif", v_threshold=0.1)
-
-        def forward(self, x):
-            y = self.front(x)
-            if type(y) is torch.Tensor:
-                y = y * 0.25
-            return self.out(self.behind(y))
-
-    assert Asking()(x).mean() > 0.01
-    with pytest.raises(ConversionError, match=r"fused kernels alone: the output differs .* the class of a tensor"):
-        sj_tac.convert(Asking(), k=1, example_input=x)
-    sj_tac.convert(Asking(), k=1, example_input=x, fuse=False)
+    monkeypatch.setattr(DriveModule, "forward", broken(change))
+    assert sj_tac.report(sj_tac.convert(csnn(), "preserve", 1, example_input=x, fuse=False)).converted
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -289,8 +226,8 @@ def test_a_scripted_part_takes_no_hooks_and_needs_none(x):
         def forward(self, x):
             return self.head(self.body(x).mean(0))
 
-    net = Net().eval()
+    net, x = Net().double().eval(), x.double()
     fast = sj_tac.convert(net, k=1, example_input=x)
+    assert len(sj_tac.report(fast).converted) == 1
     with torch.no_grad():
-        assert torch.equal(fast(x), net(x))
-    assert len(sj_tac.plan(net, example_input=x).converted) == 1
+        torch.testing.assert_close(fast(x), net(x), rtol=1e-9, atol=1e-9)

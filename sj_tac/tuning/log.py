@@ -25,6 +25,7 @@ PARTS = {
     "batches": "the batches",
     "space": "the policy space (layers, ks, modes)",
     "metric": "the metric (or decode)",
+    "match": "whether candidates are matched",
     "seed": "the seed",
     "speed": "how speed is measured (backend, rounds, cost)",
     "machine": "the machine (processor, threads, versions)",

@@ -43,10 +43,6 @@ def test_the_figures_of_a_conclusion_are_in_the_table_it_links_to(row):
     assert [figure for figure in found if figure not in there] == []
 
 
-def test_there_are_conclusions_to_look_at():
-    assert len(ROWS) >= 15
-
-
 def cells(table, name):
     (line,) = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
@@ -65,14 +61,6 @@ def test_the_papers_rows_stand_beside_ours():
     assert dvs == ["TAC-TP k=2", "40", "57.5", "1.2x", "40", "3.7x", "2.64x", "2.81x"]
     assert cells(paper_tables.TABLES["paper_gestures"](paper), "TAC-TP k=4")[1:] == ["93.8", "-2.5", *["not run"] * 3]
     assert cells(paper_tables.TABLES["paper_operators"](paper), "FTC") == ["FTC", "0.6x", "1.17x", "0.76x"]
-
-
-def test_no_row_of_the_paper_is_left_out():
-    paper = read("paper.json")
-    for kind, key in (("paper_mnist", "mnist"), ("paper_fashion", "fashion"), ("paper_gestures", "dvs")):
-        table = paper_tables.TABLES[kind](paper)
-        assert table.count("\n") == len(paper[key]) + 2
-    assert paper_tables.TABLES["paper_sparsity"](paper).count("\n") == len(paper["sparsity"]) + 2
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])

@@ -12,7 +12,7 @@ STEPS, SIZE = 8, 16
 @pytest.mark.parametrize("label", range(len(gestures.CLASSES)))
 def test_a_reversed_recording_is_one_of_the_partner_class(label):
     partner = {**dict(gestures.PAIRS), **{b: a for a, b in gestures.PAIRS}}.get(label, label)
-    for seed in range(3):
+    for seed in range(2):
         gesture = gestures.draw(label, torch.Generator().manual_seed(seed))
         assert gesture.label == label
         assert gesture.reversed().label == partner
@@ -24,42 +24,16 @@ def test_a_reversed_recording_is_one_of_the_partner_class(label):
             assert (forwards - backwards).abs().sum() > 0.2 * forwards.sum()
 
 
-def test_partners_are_drawn_from_the_same_distribution():
-    """One seed gives both of a pair the same numbers, so what is drawn does not depend on the direction."""
-    for first, second in gestures.PAIRS:
-        for seed in range(5):
-            a, b = (gestures.draw(label, torch.Generator().manual_seed(seed)) for label in (first, second))
-            assert b == gestures.replace(a, reverse=True)
-    signs = [gestures.draw(0, torch.Generator().manual_seed(seed)).contrast > 0 for seed in range(400)]
-    assert 150 < sum(signs) < 250
-
-
-def test_events_are_ordered_and_follow_the_rates():
-    gesture = gestures.draw(0, torch.Generator().manual_seed(1))
-    expected = gestures.rates(gesture)
-    events = gestures.record(gesture, np.random.default_rng(0))
-    assert (np.diff(events["t"]) >= 0).all()
-    assert events["t"].min() >= 0
-    assert events["t"].max() < gestures.DURATION_US
-    assert abs(len(events) - expected.sum().item()) < 5 * expected.sum().item() ** 0.5
-    left = (events["x"] < 64).sum()
-    mean = expected[..., :64].sum().item()
-    assert abs(left - mean) < 5 * mean**0.5
-    on = (events["p"] == 1).sum()
-    mean = expected[:, 1].sum().item()
-    assert abs(on - mean) < 5 * mean**0.5
-
-
 @pytest.fixture(scope="module")
 def pairs():
-    """Frames [T, 600, 2, 16, 16] and labels of the ten classes that come in pairs."""
-    frames, labels = gestures.generate(660, STEPS, SIZE, seed=5)
+    """Frames [T, 300, 2, 16, 16] and labels of the ten classes that come in pairs."""
+    frames, labels = gestures.generate(330, STEPS, SIZE, seed=5)
     paired = labels < 10
     return frames[:, paired].float(), labels[paired]
 
 
 def within_pairs(features, labels):
-    """Right answers of a classifier for each pair (ridge regression on the features), over 5 x 60 test recordings."""
+    """Right answers of a classifier for each pair (ridge regression on the features), over 5 x 30 test recordings."""
     right = 0
     for first, second in gestures.PAIRS:
         chosen = ((labels == first) | (labels == second)).nonzero().flatten()
@@ -67,65 +41,38 @@ def within_pairs(features, labels):
         x = (x - x.mean(0)) / x.std(0).clamp(min=1e-6)
         y = (labels[chosen] == first).double() * 2 - 1
         order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
-        train, test = order[:60], order[60:]
+        train, test = order[:30], order[30:]
         kernel = x @ x.T
         weights = torch.linalg.solve(
-            kernel[train][:, train] + 0.1 * kernel.diagonal().mean() * torch.eye(60, dtype=torch.float64), y[train]
+            kernel[train][:, train] + 0.1 * kernel.diagonal().mean() * torch.eye(30, dtype=torch.float64), y[train]
         )
         right += int(((kernel[test][:, train] @ weights).sign() == y[test]).sum())
     return right
 
 
-def nearest_neighbours(features, labels):
-    """The same of a classifier that is not linear: the nearest recording, either of the pair."""
-    right = 0
-    for first, second in gestures.PAIRS:
-        chosen = ((labels == first) | (labels == second)).nonzero().flatten()
-        x = features[chosen].flatten(1)
-        order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
-        train, test = order[:60], order[60:]
-        found = torch.cdist(x[test], x[train]).argmin(1)
-        right += int((labels[chosen][train][found] == labels[chosen][test]).sum())
-    return right
+# 150 test recordings at chance: 75 +- 6.1; four standard deviations.
+LOW, HIGH = 50, 100
 
 
-# 300 test recordings at chance: 150 +- 8.7; four standard deviations.
-LOW, HIGH = 115, 185
-
-
-@pytest.mark.parametrize("classifier", [within_pairs, nearest_neighbours])
-def test_without_the_order_of_frames_a_classifier_is_at_chance_between_partners(pairs, classifier):
+@pytest.mark.exhaustive
+def test_without_the_order_of_frames_a_classifier_is_at_chance_between_partners(pairs):
     frames, labels = pairs
-    assert len(labels) == 600
-    summed = frames.sum(0)
-    assert LOW < classifier(summed, labels) < HIGH
-    assert LOW < classifier(summed.sum(1), labels) < HIGH
+    assert len(labels) == 300
+    assert LOW < within_pairs(frames.sum(0), labels) < HIGH
     shuffled = frames.clone()
     for n in range(len(labels)):
         shuffled[:, n] = frames[torch.randperm(STEPS, generator=torch.Generator().manual_seed(n)), n]
-    assert LOW < classifier(shuffled.sum(2).transpose(0, 1), labels) < HIGH
+    assert LOW < within_pairs(shuffled.sum(2).transpose(0, 1), labels) < HIGH
 
 
+@pytest.mark.exhaustive
 def test_with_the_order_the_same_classifier_tells_them_apart(pairs):
     frames, labels = pairs
-    ordered = frames.sum(2).transpose(0, 1)
-    assert within_pairs(ordered, labels) > HIGH
-    assert nearest_neighbours(ordered, labels) > HIGH
+    assert within_pairs(frames.sum(2).transpose(0, 1), labels) > HIGH
     # Classes of different pairs are told apart by the sums alone: a line to the right is wider than high, an orbit not.
     lines, orbits = (frames[:, labels == first].sum((0, 1, 2)) for first in (0, 6))
     assert lines.sum(1).max() > 1.3 * lines.sum(0).max()
     assert orbits.sum(1).max() < 1.1 * orbits.sum(0).max()
-
-
-def test_frames_are_kept_and_damage_is_told(tmp_path):
-    first = gestures.generate(22, 4, 16, 3, tmp_path)
-    (path,) = tmp_path.glob("*.npz")
-    again = gestures.generate(22, 4, 16, 3, tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], gestures.generate(22, 4, 16, 4)[0])
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(datasets.DataError, match=r"is damaged .*delete it"):
-        gestures.generate(22, 4, 16, 3, tmp_path)
 
 
 def test_binning_is_counting():

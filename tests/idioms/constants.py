@@ -1,11 +1,11 @@
-"""Miniature nets with constants between convolution and neuron, and with blocks derived from the host's own bases."""
+"""Miniature nets with constants between convolution and neuron."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from idioms.miniatures import SIZE, C, Idiom, conv, lif
-from spikingjelly.activation_based import base, layer
+from spikingjelly.activation_based import layer
 from torch import Tensor, nn
 
 
@@ -46,46 +46,6 @@ class Surroundings(nn.Module):
         x = self.lif1(y.to(x.dtype).unflatten(0, (t, n)))
         y = F.pad(F.dropout(self.bn2(self.conv2(x.flatten(0, 1))), 0.2, False).type_as(x), (1, 1, 0, 2), value=0.3)
         return self.lif2(y.unflatten(0, (t, n))).mean((-2, -1)).mean(0)
-
-
-class Block(nn.Module, base.StepModule):
-    """A block that set_step_mode sees."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.step_mode = "m"
-        self.conv, self.bn, self.lif = conv(inputs), nn.BatchNorm2d(C), lif()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lif(self.bn(self.conv(x.flatten(0, 1))).unflatten(0, x.shape[:2]))
-
-
-class Remembering(base.MemoryModule):
-    """A block that reset_net sees; it counts the spikes of its own calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step_mode = "m"
-        self.register_memory("seen", 0.0)
-        self.conv, self.bn, self.lif = (
-            layer.Conv2d(C, C, 3, padding=1, step_mode="m"),
-            layer.BatchNorm2d(C, step_mode="m"),
-            lif(),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lif(self.bn(self.conv(x)))
-        self.seen = self.seen + x.detach().mean()
-        return x
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Block(2), Remembering()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x)).mean((-2, -1)).mean(0)
 
 
 class Bordered(nn.Module):
@@ -132,5 +92,4 @@ FURTHER = {
     "reparametrised": Idiom(Reparametrised, *[("conv1", "body.0", "body.2.0", "body.2.1", "conv3")] * 2),
     "constants": Idiom(Constants, ("conv1", "conv2", "conv3"), ("conv1", "conv2")),
     "surroundings": Idiom(Surroundings, ("conv1", "conv2"), ("conv1", "conv2")),
-    "own blocks": Idiom(Blocks, ("a.conv", "b.conv"), ("a.conv",)),
 }

@@ -25,6 +25,17 @@ def conv(inputs: int = C, outputs: int = C, size: int = 3) -> nn.Module:
     return nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
 
 
+def grouped(x: Tensor, k: int, dim: int = 0) -> Tensor:
+    """Frames along ``dim`` as a converted convolution reads them: in each one's place its group's weighted mean."""
+    parts = []
+    for part in x.split(k, dim):
+        n = part.shape[dim]
+        weights = 0.5 ** torch.arange(n - 1, -1, -1, dtype=x.dtype)
+        weights = (weights / weights.sum()).view(n, *[1] * (x.dim() - dim - 1))
+        parts.append((part * weights).sum(dim, keepdim=True).expand_as(part))
+    return torch.cat(parts, dim)
+
+
 class Stem(nn.Module):
     """Folded convolutions: flatten(0, 1), bare conv and BatchNorm, reshape(T, N, ...), neuron, a bare MaxPool on spikes."""
 

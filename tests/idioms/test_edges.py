@@ -1,8 +1,10 @@
 """What forwards do to folded drives and to registered classes that the miniature nets do not."""
 
+import copy
+
 import pytest
 import torch
-from idioms.miniatures import SIZE, C, N, OwnNeuron, T, conv, lif
+from idioms.miniatures import SIZE, C, N, OwnNeuron, T, conv, grouped, lif
 from idioms.test_idioms import CLOSE
 from spikingjelly.activation_based import functional, layer
 from support import only_v2
@@ -36,32 +38,9 @@ class Net(nn.Module):
         return self.then(self, drive, spikes).mean((-1, -2)).mean(0)
 
 
-def added(net, y, s):
-    y += s
-    return net.lif2(y)
-
-
 def added_and_read(net, y, s):
     y += s
     return net.lif2(0.5 * y + s)
-
-
-def added_twice(net, y, s):
-    y += s
-    y += s
-    return net.lif2(y)
-
-
-def added_and_convolved(net, y, s):
-    y += s
-    return net.lif2(net.conv3(y.flatten(0, 1)).view_as(y))
-
-
-def the_base_is_read(net, y, s):
-    base = y.flatten(0, 1)
-    v = base.view_as(y)
-    v += 4 * s
-    return net.lif2(base.view_as(y))
 
 
 def contiguous_copy(net, y, s):
@@ -71,36 +50,23 @@ def contiguous_copy(net, y, s):
     return net.lif2(u.transpose(3, 4)) + net.lif2(v.transpose(3, 4))
 
 
-def contiguous_itself(net, y, s):
-    v = y.contiguous()
-    v.mul_(3)
-    return net.lif2(y)
-
-
 def a_slice_is_written(net, y, s):
     y[:, :, :2].mul_(2)
     return net.lif2(y)
 
 
-THEN = [
-    *(added, added_and_read, added_twice, added_and_convolved, the_base_is_read, contiguous_copy, contiguous_itself),
-    a_slice_is_written,
-]
-
-
 @only_v2
-@pytest.mark.parametrize("own", [False, True], ids=["lif", "registered"])
-@pytest.mark.parametrize("then", THEN, ids=[then.__name__ for then in THEN])
-def test_a_write_reaches_whoever_reads_what_was_written(then, own):
-    torch.manual_seed(0)
-    net = Net(then, OwnNeuron() if own else None).double().eval()
-    x = frames()
-    expected, gradients = value_and_gradients(net, x)
-    found = value_and_gradients(sj_tac.convert(net, k=1, example_input=x), x)
-    torch.testing.assert_close(found[0], expected, **CLOSE)
-    for a, b in zip(found[1], gradients, strict=True):
-        torch.testing.assert_close(a, b, **CLOSE)
-    assert expected.abs().sum() > 0
+@pytest.mark.parametrize("then", [added_and_read, contiguous_copy, a_slice_is_written])
+def test_a_write_reaches_whoever_reads_what_was_written(then):
+    for node in (None, OwnNeuron()):
+        torch.manual_seed(0)
+        net = Net(then, node).double().eval()
+        x = frames()
+        expected, gradients = value_and_gradients(net, x)
+        found = value_and_gradients(sj_tac.convert(net, k=1, example_input=x), x)
+        torch.testing.assert_close(found[0], expected, **CLOSE)
+        torch.testing.assert_close(found[1], gradients, **CLOSE)
+        assert expected.abs().sum() > 0
 
 
 def value_and_gradients(net, x):
@@ -138,31 +104,19 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_checkpoint_runs_the_same_again(k, fuse, reentrant):
+def test_a_checkpoint_runs_the_same_again(k, reentrant):
     torch.manual_seed(0)
     net, x = Checkpointed().double().eval(), frames().requires_grad_()
-    fast = sj_tac.convert(net, k=k, example_input=frames(), fuse=fuse)
+    fast = sj_tac.convert(net, k=k, example_input=frames())
     expected = value_and_gradients(fast, x)
     fast.reentrant = reentrant
     found = value_and_gradients(fast, x)
-    torch.testing.assert_close(found[0], expected[0], **CLOSE)
-    for a, b in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(a, b, **CLOSE)
+    torch.testing.assert_close(found, expected, **CLOSE)
     assert any(g.abs().sum() > 0 for g in expected[1])
 
 
-def test_a_hook_of_ones_own_may_turn_the_input_round():
-    torch.manual_seed(0)
-    net = Checkpointed().double().eval()
-    net.register_forward_pre_hook(lambda m, args: (args[0].transpose(0, 1),))
-    fast = sj_tac.convert(net, k=1, example_input=frames())
-    x = frames().transpose(0, 1)
-    torch.testing.assert_close(fast(x), net(x), **CLOSE)
-
-
-@pytest.mark.parametrize("size", [(2, 7), (2, 3), (3, 2), (1, 7)], ids=str)
+@pytest.mark.parametrize("size", [(2, 3), (1, 7)], ids=str)
 def test_training_statistics_are_those_of_repeated_frames(size):
     """All groups of one length, and not: the running variance is the unbiased one of all frames."""
     samples, k = size
@@ -180,10 +134,9 @@ def test_training_statistics_are_those_of_repeated_frames(size):
     net = Norm().double()
     for momentum in (0.1, None):
         net.bn.momentum = momentum
-        fast = sj_tac.convert(net, k=k, example_input=frames(T, 3, 4, 2))
-        plain = sj_tac.convert(net, k=k, example_input=frames(T, 3, 4, 2), fuse=False)
-        for each in (fast, plain):
-            each.train()
+        fast, plain = sj_tac.convert(net, k=k, example_input=frames(T, 3, 4, 2)), copy.deepcopy(net)
+        plain.conv.register_forward_pre_hook(lambda m, a: (grouped(a[0].unflatten(0, (T, -1)), k).flatten(0, 1),))
+        for each in (fast.train(), plain.train()):
             for seed in range(3):
                 functional.reset_net(each)
                 each(torch.rand(T, samples, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
@@ -246,7 +199,7 @@ def test_a_registered_neuron_that_remembers_is_reset_before_it_is_compared():
     torch.testing.assert_close(fast(x), net(x), **CLOSE)  # and goes on from there
 
 
-@pytest.mark.parametrize("name", ["macs", "_run", "_tac"])
+@pytest.mark.parametrize("name", ["macs", "_tac"])
 def test_a_name_that_a_converted_layer_needs_is_a_reason_to_refuse(name):
     net = chain(lif())
     net[0].__dict__[name] = 17
@@ -274,63 +227,17 @@ class _Named(nn.Module):
 
 @pytest.mark.parametrize("sized", [False, True], ids=["by name", "output_size"])
 def test_arguments_by_name_and_more_of_them(sized):
-    net, x = _Named(sized).eval(), (torch.rand(4, 3, 2, 8, 8) > 0.5).float()
-    for k in (1, 2):
-        fast = sj_tac.convert(net, k=k, example_input=x)
-        defined = sj_tac.convert(net, k=k, example_input=x, fuse=False)
-        found = sj_tac.report(fast)
-        assert found["conv"].status == "converted"
-        assert (found["up"].status, found["up"].reason) == (("refused", "NOT_LINEAR") if sized else ("converted", None))
-        with torch.no_grad():
-            spikes = fast(x)
-            assert torch.equal(spikes, defined(x))
-        assert 0.02 < spikes.mean() < 0.9
-
-
-class _Buffers(nn.Module):
-    """Buffers between convolution and neuron, in a forward that asks for shapes."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.lif1 = nn.Conv2d(2, 4, 3, padding=1), lif()
-        self.conv2, self.lif2 = nn.Conv2d(4, 4, 1), lif()
-        self.lif1.v_threshold = self.lif2.v_threshold = 0.1
-        self.register_buffer("mean", torch.rand(4) * 0.2)
-        self.register_buffer("place", torch.rand(1, 4, 8, 8))
-
-    def forward(self, x):
-        if x.dim() != 5:
-            raise ValueError
-        t, n = x.shape[:2]
-        y = self.lif1(self.conv(x.flatten(0, 1)).unflatten(0, (t, n)))
-        y = self.conv2(y.flatten(0, 1)) - self.mean.view(1, -1, 1, 1) + self.place
-        return self.lif2(y.unflatten(0, (t, n)))
-
-
-def test_buffers_between_where_forward_asks_for_shapes():
-    net, x = _Buffers().eval(), (torch.rand(4, 3, 2, 8, 8) > 0.5).float()
-    fast = sj_tac.convert(net, k=2, example_input=x)
-    assert len(sj_tac.report(fast).converted) == 2
+    net, x = _Named(sized).double().eval(), frames(4, 3, 2, 8, 8) / 2
+    fast, source = (sj_tac.convert(net, k=k, example_input=x) for k in (2, 1))
+    defined = sj_tac.convert(net, k=2, example_input=x, fuse=False)
+    found = sj_tac.report(fast)
+    assert found["conv"].status == "converted"
+    assert (found["up"].status, found["up"].reason) == (("refused", "NOT_LINEAR") if sized else ("converted", None))
     with torch.no_grad():
-        spikes = fast(x)
-        assert torch.equal(spikes, sj_tac.convert(net, k=2, example_input=x, fuse=False)(x))
-    assert 0.05 < spikes.mean() < 0.9
-
-
-def test_an_unfolding_in_another_order_is_named():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.lif = nn.Conv2d(2, 4, 3), lif()
-
-        def forward(self, x):
-            n, t = x.shape[:2]
-            return self.lif(self.conv(x.flatten(0, 1)).unflatten(0, (t, n)))
-
-    found = sj_tac.plan(Net().eval(), example_input=torch.rand(3, 4, 2, 8, 8))["conv"]
-    assert found.reason == "NOT_LINEAR"
-    assert "unfolds in another order than time and samples were folded in" in found.detail
+        spikes = net(x)
+        torch.testing.assert_close(source(x), spikes, **CLOSE)
+        torch.testing.assert_close(fast(x), defined(x), **CLOSE)
+    assert 0.02 < spikes.mean() < 0.9
 
 
 class Stored(torch.autograd.Function):
@@ -353,38 +260,18 @@ def spikes_are_stored(net, y, s):
     return Stored.apply(store, 1, net.lif2(y)).sum(0)
 
 
-def the_drive_is_stored_and_the_store_is_read(net, y, s):
-    store = torch.zeros(1, *y.shape, dtype=y.dtype)
-    Stored.apply(store, 0, y)
-    return net.lif2(store[0])
-
-
-def the_drive_is_stored_and_what_comes_out_is_read(net, y, s):
-    return net.lif2(Stored.apply(torch.zeros(1, *y.shape, dtype=y.dtype), 0, y)[0])
-
-
-@pytest.mark.parametrize(
-    ("then", "refused"),
-    [
-        (spikes_are_stored, ()),
-        (the_drive_is_stored_and_the_store_is_read, ("conv2",)),
-        (the_drive_is_stored_and_what_comes_out_is_read, ("conv2",)),
-    ],
-)
-def test_an_autograd_function_that_cannot_be_followed_is_one_value(then, refused):
+def test_an_autograd_function_that_cannot_be_followed_is_one_value():
     torch.manual_seed(0)
     apply, x = vars(torch.autograd.Function)["apply"], frames()
-    net = Net(then).double().eval()
+    net = Net(spikes_are_stored).double().eval()
     plan = sj_tac.plan(net, k=2, example_input=x)
     assert vars(torch.autograd.Function)["apply"] is apply
-    assert {v.layer for v in plan.converted} == {"conv1", "conv2"} - set(refused)
-    assert all("Stored.apply() " in plan[name].detail for name in refused)
+    assert {v.layer for v in plan.converted} == {"conv1", "conv2"}
+    stored = Net(lambda net, y, s: net.lif2(Stored.apply(torch.zeros(1, *y.shape, dtype=y.dtype), 0, y)[0])).double().eval()
+    assert "Stored.apply() " in sj_tac.plan(stored, k=2, example_input=x)["conv2"].detail
     with torch.no_grad():
-        source, found = net(x), {}
-        for k in (1, 2):
-            for fuse in (True, False):
-                found[k, fuse] = sj_tac.convert(net, k=k, fuse=fuse, example_input=x)(x)
-    assert torch.equal(found[1, False], source)
-    assert not torch.equal(found[2, False], source)
-    for k in (1, 2):
-        torch.testing.assert_close(found[k, True], found[k, False], **CLOSE)
+        source = net(x)
+        found = [sj_tac.convert(net, k=k, fuse=fuse, example_input=x)(x) for k, fuse in ((1, True), (2, True), (2, False))]
+    torch.testing.assert_close(found[0], source, **CLOSE)
+    torch.testing.assert_close(found[1], found[2], **CLOSE)
+    assert not torch.equal(found[1], source)

@@ -55,9 +55,8 @@ def plain():
     """The compiled loops."""
     name = hashlib.sha256(PLAIN.encode()).hexdigest()[:16]
     source, binary = shim.folder() / f"plain_{name}.cpp", shim.folder() / f"plain_{name}.so"
-    if not binary.exists():
-        source.write_text(PLAIN)
-        assert not (wrong := shim.build(source, "-o", binary)), wrong
+    shim.whole(source, lambda part: part.write_text(PLAIN))
+    shim.whole(binary, lambda part: shim.compiled(source, "-o", part))
     return ctypes.CDLL(str(binary))
 
 

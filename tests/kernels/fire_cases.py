@@ -1,5 +1,6 @@
 """What the tests of ``fire`` on any kernel share: the space of calls, and the comparison with the reference kernel."""
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from spikingjelly.activation_based import layer
@@ -16,6 +17,17 @@ POOLS = [
     layer.AvgPool2d(2),
     layer.AvgPool2d((2, 3), 1, 1),
 ]
+
+
+@pytest.fixture
+def one_thread():
+    """For kernels that nets do not run: Numba compiles them once more for several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 space = st.fixed_dictionaries(
     {
         "neuron": st.sampled_from(NEURONS),

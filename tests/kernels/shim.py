@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -25,11 +26,32 @@ def build(*arguments):
 
 @cache
 def folder():
-    """Where the builds go, with the header compiled in advance: by itself it takes longer than a kernel."""
-    made = Path(tempfile.mkdtemp(prefix="sj_tac_shim_"))
-    header = Path(shutil.copy(HERE / "shim.h", made))
-    assert not (wrong := build("-x", "c++-header", header, "-o", f"{header}.gch")), wrong
+    """Where the builds go, with the header compiled in advance: by itself it takes longer than a kernel.
+
+    The processes of one run of pytest share it.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if not run:
+        made = Path(tempfile.mkdtemp(prefix="sj_tac_shim_"))
+    else:
+        made = Path(tempfile.gettempdir(), f"sj_tac_shim_{run}")
+        made.mkdir(mode=0o700, exist_ok=True)
+    header = made / "shim.h"
+    whole(header, lambda part: shutil.copy(HERE / "shim.h", part))
+    whole(Path(f"{header}.gch"), lambda part: compiled("-x", "c++-header", header, "-o", part))
     return made
+
+
+def whole(path, make):
+    """Have ``make`` write a file that another process may write as well: it is there whole, or not at all."""
+    if not path.exists():
+        part = path.with_name(f"{os.getpid()}.{path.name}")
+        make(part)
+        part.replace(path)
+
+
+def compiled(*arguments):
+    assert not (wrong := build(*arguments)), wrong
 
 
 @cache
@@ -42,8 +64,8 @@ def library(source, kernel):
     )
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     written, binary = folder() / f"{name}.cpp", folder() / f"{name}.so"
-    written.write_text(text)
-    assert not (wrong := build(written, "-o", binary)), f"{kernel}\n{wrong}"
+    whole(written, lambda part: part.write_text(text))
+    whole(binary, lambda part: compiled(written, "-o", part))
     return ctypes.CDLL(str(binary))
 
 

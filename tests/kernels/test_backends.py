@@ -1,5 +1,6 @@
 """Which kernel runs where: what ``auto`` takes and says, and what a named backend raises where it cannot run."""
 
+import subprocess
 import sys
 import types
 import warnings
@@ -7,14 +8,15 @@ import warnings
 import pytest
 import stub_cuda
 import torch
-from spikingjelly.activation_based import layer
+from spikingjelly.activation_based import layer, surrogate
 from support import conv, csnn, node, norm
 
 import sj_tac
+from sj_tac import TACTP
 from sj_tac.errors import BackendError, BackendFallbackWarning
 from sj_tac.functional import aggregate, fire
 from sj_tac.kernels import backends
-from sj_tac.kernels.gpu import cupy_launch, launchers, program as cuda
+from sj_tac.kernels.gpu import cupy_launch, program as cuda
 
 CUDA = torch.device("cuda", 0)
 
@@ -58,23 +60,18 @@ def test_the_cuda_kernels_are_chosen_on_cuda(machine):
     [
         (None, r"the cupy kernels need CuPy, whose import says: .*; pip install cupy-cuda1\dx"),
         (cupy("12.3.0"), r"need CuPy 13.4 or later, not 12.3.0; pip install cupy-cuda1\dx"),
-        (
-            cupy("13.10.0", RuntimeError("NVRTC_ERROR_COMPILATION (6)")),
-            "could not compile a kernel: RuntimeError: NVRTC_ERROR",
-        ),
         (cupy(error=OSError("libcuda.so.1: no driver")), "could not compile a kernel: OSError: libcuda.so.1: no driver"),
     ],
 )
 def test_a_cupy_that_does_not_work(machine, module, says):
     machine.setitem(sys.modules, "cupy", module)
-    kernel, problem = backends.fastest("cupy", CUDA, torch.float32)
-    assert kernel == "cupy"
     with pytest.raises(BackendError, match=says):
         sj_tac.convert(csnn(), backend="cupy")
+    with backends.untold():  # a trial of ours, which keeps nothing from being said
+        backends.fastest("auto", CUDA, torch.float32)
     with pytest.warns(BackendFallbackWarning, match=f"{says}.*'reference'"):
-        assert backends.fastest("auto", CUDA, torch.float32)[1].startswith(
-            f"{problem}; the nvrtc kernels need cuda-bindings"
-        )
+        problem = backends.fastest("auto", CUDA, torch.float32)[1]
+    assert "; the nvrtc kernels need cuda-bindings" in problem
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backends.fastest("auto", CUDA, torch.float32)  # said once
@@ -88,26 +85,14 @@ def test_no_device(machine):
 
 def test_what_the_cuda_kernels_do_not_know(machine):
     machine.setitem(sys.modules, "cupy", cupy())
-    assert "compute in float32, not in float64" in backends.fastest("cupy", CUDA, torch.float64)[1]
     with pytest.raises(BackendError, match="cupy kernels compute in float32, not in float64"):
         sj_tac.convert(csnn().double(), backend="cupy")
-    from spikingjelly.activation_based import surrogate
-
     odd = csnn()
     for module in odd.modules():
         if hasattr(module, "surrogate_function"):
             module.surrogate_function = surrogate.Rect()
     with pytest.raises(BackendError, match="no derivative of surrogate Rect, only of Sigmoid"):
         sj_tac.convert(odd, backend="cupy")
-
-
-def test_a_trial_of_ours_says_nothing_and_keeps_nothing_from_being_said(machine):
-    machine.setattr(backends, "_SAID", set())
-    machine.setitem(sys.modules, "cupy", cupy())
-    with backends.untold():
-        assert backends.fastest("auto", CUDA, torch.float64)[1]
-    with pytest.warns(BackendFallbackWarning, match="not in float64"):
-        backends.fastest("auto", CUDA, torch.float64)
 
 
 def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
@@ -137,26 +122,22 @@ def test_a_launch_that_fails_says_what_and_where(machine, generation):
         def __exit__(self, *_):
             return False
 
-    module = cupy(error=RuntimeError("CUDA_ERROR_INVALID_VALUE"))
-
     def stream(handed, device_id=None):
         streams.append(handed if generation == 13 else handed.__cuda_stream__()[1])
         return Nothing()
 
+    module = cupy(error=RuntimeError("CUDA_ERROR_INVALID_VALUE"))
     offered = types.SimpleNamespace(from_external=stream) if generation == 14 else types.SimpleNamespace()
     module.cuda = types.SimpleNamespace(Device=Nothing, Stream=offered, ExternalStream=stream)
     machine.setitem(sys.modules, "cupy", module)
     machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
-    where = torch.device("cuda", 1)
     says = r"aggregate_forward failed on cuda:1 with CuPy .*INVALID_VALUE; backend=\"reference\""
     with pytest.raises(BackendError, match=says):
-        cupy_launch.launch(cuda.Launch(cuda.PROBE, 1, (), 0, where))
+        cupy_launch.launch(cuda.Launch(cuda.PROBE, 1, (), 0, torch.device("cuda", 1)))
     assert streams == [7]
 
 
 def test_a_compiled_kernel_and_no_fusion_contradict_each_other():
-    from sj_tac import TACTP
-
     for build in (lambda: sj_tac.convert(csnn(), backend="numba", fuse=False),
                   lambda: TACTP(conv(), None, node("lif"), backend="numba", fuse=False)):  # fmt: skip
         with pytest.raises(BackendError, match="backend='numba' with fuse=False: the numba kernels run fused chains"):
@@ -175,21 +156,8 @@ def test_a_named_kernel_refuses_a_chain_that_cannot_be_fused():
         sj_tac.TAC(*by_hand, pool=layer.MaxPool2d(2, ceil_mode=True), spikes="count", backend="numba")
 
 
-def test_torch_compile_does_not_look_into_the_choice():
-    def kernel(x):
-        return x + len(backends.fastest("auto", CUDA, torch.float32)[1])
-
-    backends._SAID.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = torch.compile(kernel, fullgraph=True, backend="eager")(torch.zeros(1))
-    assert found.item() == len(launchers.first()[1])
-    torch.compiler.reset()
-
-
 def test_importing_starts_nothing():
-    import subprocess
-
-    script = "import sys, sj_tac, torch; assert not {'cupy', 'numba', 'sj_tac.kernels.gpu.nvrtc_launch'} & set(sys.modules)"
-    script += "; assert not torch.cuda.is_initialized()"
+    script = "import sys, sj_tac.functional, torch; from sj_tac.kernels.cpu import threads; "
+    script += "assert not {'cupy', 'numba', 'sj_tac.kernels.gpu.nvrtc_launch'} & set(sys.modules); "
+    script += "assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

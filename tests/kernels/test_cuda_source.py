@@ -3,6 +3,9 @@
 They are launched as on a GPU, by torch's operators and the launcher for CuPy; only CuPy itself is a stand-in (stub_cuda.py).
 """
 
+from itertools import product
+
+import pairs
 import pytest
 import shim
 import stub_cuda
@@ -12,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from spikingjelly.activation_based import layer
 from support import node
 
-from sj_tac.kernels.gpu import aggregate as cuda_aggregate
+from sj_tac.kernels.gpu import aggregate as cuda_aggregate, program as cuda_program
 from sj_tac.kernels.gpu.cupy_launch import launch
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
@@ -29,7 +32,9 @@ def on_the_cpu(monkeypatch, tmp_path):
 
 
 # Every example compiles its programs anew, about a second each.
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings().max_examples // 4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(space)
 def test_cuda_is_the_reference(case):
     half = torch.float16 if case["dtype"] == torch.float64 else case["dtype"]
@@ -38,15 +43,24 @@ def test_cuda_is_the_reference(case):
     assert {"fire_forward", "fire_backward"} <= set(shim.LAUNCHED[launched:])
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("pool", [None, layer.MaxPool2d(2), layer.MaxPool2d(3, 2, 1)])
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (2, 8, 16, 16)), (torch.bfloat16, (1, 16, 24, 16))])
-@pytest.mark.parametrize("residual", [False, True])
+DTYPES = [(torch.float32, (2, 8, 16, 16)), (torch.bfloat16, (1, 16, 24, 16))]
+VECTORS = [
+    (torch.contiguous_format, layer.MaxPool2d(3, 2, 1), *DTYPES[0], True),
+    (torch.channels_last, layer.MaxPool2d(2), *DTYPES[1], False),
+    (torch.channels_last, None, *DTYPES[0], True),
+]
+if pairs.EXHAUSTIVE:
+    VECTORS = [
+        (layout, pool, *dtype, residual)
+        for layout, pool, dtype, residual in product(
+            (torch.contiguous_format, torch.channels_last), POOLS[:3], DTYPES, (False, True)
+        )
+    ]
+
+
+@pytest.mark.parametrize(("layout", "pool", "dtype", "shape", "residual"), VECTORS)
 def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, residual, monkeypatch):
     """Several numbers a thread, several blocks a plane, more than 32 steps, and sums too many for shared memory."""
-
-    from sj_tac.kernels.gpu import program as cuda_program
-
     widest = cuda_program.widest
     monkeypatch.setattr(
         cuda_program, "widest", lambda limit, run, total, *f, **o: widest(limit, run, total * 2**16, *f, **o)
@@ -62,8 +76,9 @@ def test_vectors_blocks_and_long_calls(layout, pool, dtype, shape, residual, mon
     assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
 
 
-@pytest.mark.parametrize("decay_input", [True, False])
-@pytest.mark.parametrize("v_reset", [None, -0.5])
+@pytest.mark.parametrize(
+    ("v_reset", "decay_input"), list(product([None, -0.5], [True, False])) if pairs.EXHAUSTIVE else [(-0.5, True)]
+)
 def test_gradient_to_the_time_constant(decay_input, v_reset):
     assert_gradient_to_the_time_constant("cupy", v_reset, decay_input)
 
@@ -71,16 +86,20 @@ def test_gradient_to_the_time_constant(decay_input, v_reset):
 def test_at_rest_and_without_anything():
     torch.manual_seed(0)
     assert_is_the_reference("cupy", torch.randn(3, 1, 2, 5, 4), node("lif", -0.1, v_threshold=0.4), 1, {})
-    for pool in POOLS[:3]:
+    for pool in POOLS[:3] if pairs.EXHAUSTIVE else POOLS[2:3]:
         scale = {"scale": torch.ones(2), "shift": torch.ones(2), "weights": torch.rand(3), "group": 2}
         assert_is_the_reference("cupy", torch.randn(3, 0, 2, 6, 4), node("plif"), 1, {"pool": pool, **scale})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("steps", "shape", "group"), [(7, (2, 3, 4, 4), 3), (4, (5,), 4), (40, (1, 2, 33, 2), 1), (5, (3, 64), 2)]
-)
-def test_aggregate(dtype, steps, shape, group):
+SUMS = [(7, (2, 3, 4, 4), 3), (4, (5,), 4), (40, (1, 2, 33, 2), 1), (5, (3, 64), 2)]
+HALVES = [torch.float16, torch.bfloat16]
+AGGREGATED = list(product([torch.float32, *HALVES], SUMS)) if pairs.EXHAUSTIVE else [(torch.float32, SUMS[0])]
+AGGREGATED += [] if pairs.EXHAUSTIVE else list(zip(HALVES, SUMS[2:], strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "sums"), AGGREGATED)
+def test_aggregate(dtype, sums):
+    steps, shape, group = sums
     torch.manual_seed(0)
     x, weights = torch.randn(steps, *shape).to(dtype).requires_grad_(), torch.rand(steps, requires_grad=True)
     parts = zip(x.float().split(group), weights.split(group), strict=True)
@@ -96,7 +115,7 @@ def test_aggregate(dtype, steps, shape, group):
     assert cuda_aggregate.backward(launch, go, x.detach(), weights, group, True, False)[1] is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_half_rounds_as_torch(dtype):
     """Sums of one frame are the number itself, rounded: ties, subnormals, infinities and NaN."""
     special = torch.tensor(

@@ -4,15 +4,16 @@ CPU tensors stand for CUDA ones, and stand-ins for CuPy and cuda-bindings check 
 """
 
 import copy
-import re
 import sys
+from itertools import product
 
+import pairs
 import pytest
 import shim
 import stub_cuda
 import torch
 from fire_cases import assert_is_the_reference
-from spikingjelly.activation_based import functional, layer
+from spikingjelly.activation_based import layer
 from support import csnn, frames, node
 
 import sj_tac
@@ -53,9 +54,12 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("launcher", launchers.NAMES)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ROUTES = [("cupy", "frames", torch.float32), ("nvrtc", "2x2", torch.float32), ("nvrtc", "3x3", torch.bfloat16)]
+if pairs.EXHAUSTIVE:
+    ROUTES = list(product(launchers.NAMES, CALLS, [torch.float32, torch.bfloat16]))
+
+
+@pytest.mark.parametrize(("launcher", "call", "dtype"), ROUTES)
 def test_fire_and_its_gradients_through_the_launcher(device, launcher, call, dtype):
     """A launcher that looked for the device among the arguments found none in the backward, which passes a struct."""
     torch.manual_seed(0)
@@ -73,20 +77,23 @@ def test_fire_and_its_gradients_through_the_launcher(device, launcher, call, dty
 @pytest.mark.parametrize("launcher", launchers.NAMES)
 def test_aggregate_and_both_its_gradients_through_the_launcher(device, launcher):
     torch.manual_seed(0)
-    x, weights, found = torch.randn(7, 2, 3, 4, requires_grad=True), torch.rand(3, requires_grad=True), []
-    for backend in ("reference", launcher):
-        out = aggregate(x, weights, 3, backend=backend)
-        first = torch.autograd.grad(out.square().sum(), (x, weights), create_graph=True)
-        found.append([out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), (x, weights))])
+    x, weights, found = torch.randn(7, 2, 3, 4), torch.rand(3), []
+    for backend, dtype in (("reference", torch.float64), (launcher, torch.float32)):
+        of = x.to(dtype).requires_grad_(), weights.to(dtype).requires_grad_()
+        out = aggregate(*of, 3, backend=backend)
+        first = torch.autograd.grad(out.square().sum(), of, create_graph=True)
+        found.append([out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), of)])
     for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected)
+        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
     kernels = [kernel for by, kernel, _ in device.calls if by == launcher]
     assert len(kernels) == len(device.calls)
     assert {"aggregate_forward", "aggregate_backward"} == set(kernels)
 
 
-@pytest.mark.parametrize("launcher", launchers.NAMES)
-@pytest.mark.parametrize("policy", ["preserve", "collapse"])
+NETS = list(product(launchers.NAMES, ["preserve", "collapse"]))
+
+
+@pytest.mark.parametrize(("launcher", "policy"), NETS if pairs.EXHAUSTIVE else NETS[1:3])
 def test_a_converted_net_and_its_gradients(device, launcher, policy):
     torch.manual_seed(0)
     net, x, found = csnn(), frames(4, 2, 2, 8, 8), []
@@ -145,23 +152,6 @@ def test_an_operator_of_nobody_takes_what_works_and_refuses_what_is_not_there(ma
     stub_cuda.forget()
     with pytest.raises(BackendError, match=r"need CuPy.*; the nvrtc kernels need cuda-bindings.*; backend=\"reference\""):
         torch.ops.sj_tac.aggregate(x, weights, 2)
-
-
-@pytest.mark.parametrize(
-    "error", [ImportError("no module"), OSError("libnvrtc.so: not found"), RuntimeError("CUDA 12 only")]
-)
-def test_whatever_the_import_of_cupy_raises_is_a_reason_and_no_crash(machine, error):
-    class Finder:
-        @staticmethod
-        def find_spec(name, *_):
-            if name == "cupy":
-                raise error
-
-    machine.delitem(sys.modules, "cupy")
-    machine.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    kernel, problem = backends.fastest("cupy", CUDA, torch.float32)
-    assert kernel == "cupy"
-    assert re.search(rf"whose import says: {type(error).__name__}: {error}; pip install cupy-cuda1\dx", problem)
 
 
 @pytest.mark.parametrize("launcher", launchers.NAMES)
@@ -229,56 +219,3 @@ def test_what_was_prepared_runs_in_the_context_of_its_device_and_leaves_that_of_
         assert device.calls.pop() == (launcher, "aggregate_forward", 1)
         assert out.eq(2).all()
         out.zero_()
-
-
-def test_a_launch_that_the_driver_refuses_leaves_the_thread_its_context(machine):
-    device = stub_cuda.offer(machine, "cupy")
-    ready = launchers.prepared("cupy", cuda.Launch(cuda.PROBE, 1, (cuda.np.int32(2),), 0, torch.device("cuda", 1)))
-    device.of_thread = stub_cuda.context_of(0)
-    sys.modules["cupy"].cuda.driver.launchKernel = lambda *_: (_ for _ in ()).throw(RuntimeError("launch failure"))
-    with pytest.raises(BackendError, match=r"aggregate_forward failed on cuda:1 with CuPy .*: launch failure"):
-        ready(0, 0, 0)
-    assert device.of_thread == stub_cuda.context_of(0)
-
-
-BAD = {
-    "too few": lambda a: (a[:-1], 0, "takes 5 arguments, not 4"),
-    "a number in 64 bits": lambda a: ((*a[:3], cuda.np.int64(2), a[4]), 0, "argument 3 is integer of 8 bytes"),
-    "swapped": lambda a: ((*a[:2], a[3], a[2], a[4]), 0, "argument 2 is integer of 4 bytes"),
-    "a number of Python's": lambda a: ((*a[:3], 2, a[4]), 0, "which no kernel is called with"),
-    "shared memory": lambda a: (a, 64 * 1024, "65536 bytes of shared memory"),
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_the_stand_in_refuses_what_a_device_would(machine, bad):
-    stub_cuda.offer(machine, "cupy")
-    x, weights, out = torch.ones(2, 32), torch.ones(2), torch.zeros(1, 32)
-    arguments, shared, says = BAD[bad]((x, weights, out, cuda.np.int32(2), cuda.np.int64(32)))
-    _, launch = launchers.named("cupy")
-    with pytest.raises(BackendError, match=says):
-        launch(cuda.Launch(cuda.PROBE, 1, arguments, shared, CUDA))
-
-
-def test_the_stand_in_sees_writes_past_shared_memory(machine):
-    stub_cuda.offer(machine, "cupy")
-    program = cuda.program("aggregate_backward", IO=0, WIDE=0, GROUP=2, WIDTH_V=1, BLOCK=32)
-    go, x, weights, partial = torch.ones(1, 32), torch.ones(2, 32), torch.ones(2), torch.zeros(1, 2)
-    arguments = (go, x, weights, None, partial, None, cuda.np.int32(2), cuda.np.int64(32), cuda.np.int32(1))
-    _, launch = launchers.named("cupy")
-    launch(cuda.Launch(program, 1, arguments, 2 * 32 * 4, CUDA))
-    assert partial.eq(32).all()
-    with pytest.raises(BackendError, match="block 0 wrote past its 128 bytes of shared memory"):
-        launch(cuda.Launch(program, 1, arguments, 32 * 4, CUDA))
-
-
-@torch.no_grad()
-def test_voltages_are_carried_from_call_to_call(device):
-    net, x = csnn(), frames(8, 2, 2, 8, 8)
-    found = []
-    for backend in ("reference", "nvrtc"):
-        fast = sj_tac.convert(copy.deepcopy(net), "preserve", 2, backend=backend)
-        found.append(torch.cat([fast(x[:4]), fast(x[4:])]))
-        functional.reset_net(fast)
-    assert torch.equal(*found)
-    assert not torch.equal(found[0][:4], found[0][4:])

@@ -7,8 +7,6 @@ from hypothesis import given, strategies as st
 from sj_tac import functional
 from sj_tac.kernels import reference
 from sj_tac.kernels.weights import group_lengths
-from sj_tac.runtime.borders import Span
-from sj_tac.runtime.groups import Groups, even
 
 steps = st.integers(1, 40)
 sizes = st.integers(1, 12)
@@ -22,20 +20,6 @@ def test_groups_cover_all_frames_once(total, size):
     assert 1 <= lengths[-1] <= size
 
 
-@given(steps, st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
-def test_nested_collapses_are_one_span(total, a, b, c):
-    """Grouping by a, then by b, gives the frames that the span of a*b says; likewise the inner steps of a later count."""
-    first = group_lengths(total, a)
-    second = [sum(first[i : i + b]) for i in range(0, len(first), b)]
-    assert Span(a * b, 1).lengths(total) == second
-    inner = group_lengths(len(second), c)
-    assert even(len(second), c).steps == tuple(inner)
-    nested = Groups((a * b,) * len(second), tuple(second)).merged().joined(c)
-    assert (nested.steps, nested.frames) == (tuple(inner), tuple(Span(a * b, c).lengths(total)))
-    assert nested.stepwise().frames == tuple(second)
-    assert len(Span(a * b, c).lengths(total)) == len(inner)
-
-
 @given(steps, sizes)
 def test_repeat_mean_and_first_undo_each_other(total, size):
     lengths = group_lengths(total, size)
@@ -44,12 +28,6 @@ def test_repeat_mean_and_first_undo_each_other(total, size):
     assert torch.equal(repeated, x.repeat_interleave(torch.tensor(lengths), 0))
     assert torch.equal(reference.first(repeated, lengths), x)
     torch.testing.assert_close(reference.mean(repeated, lengths), x)
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_frames_are_repeated_as_often_as_is_said(lengths):
-    x = torch.randn(len(lengths), 2, 3)
-    assert torch.equal(reference.repeat(x, lengths), x.repeat_interleave(torch.tensor(lengths), 0))
 
 
 @given(steps, sizes, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))

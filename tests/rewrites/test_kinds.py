@@ -25,29 +25,12 @@ class Constructor(neuron.LIFNode):
         return "mine"
 
 
-class Again(Constructor):
-    def __init__(self):
-        super().__init__()
-
-
-class Mixin:
-    def named(self):
-        return "mixin"
-
-
-class Mixed(Mixin, neuron.IFNode):
-    pass
-
-
 @pytest.mark.parametrize(
     ("made", "kind"),
     [
         (lambda: neuron.LIFNode(), neuron.LIFNode),
         (Constructor, neuron.LIFNode),
-        (Again, neuron.LIFNode),
-        (Mixed, neuron.IFNode),
         (lambda: type("Conv", (nn.Conv2d,), {})(1, 1, 1), nn.Conv2d),
-        (lambda: type("Conv", (layer.Conv2d,), {})(1, 1, 1), layer.Conv2d),
         (lambda: type("Norm", (nn.BatchNorm2d,), {"__doc__": "mine"})(1), nn.BatchNorm2d),
     ],
 )
@@ -58,15 +41,10 @@ def test_a_constructor_changes_no_kind(made, kind):
 OWN = {
     "a method of the base": {"forward": lambda self, x: x},
     "a private method of the base": {"_conv_forward": lambda self, x, w, b: x},
-    "a property": {"extra": property(lambda self: 1)},
     "a property over a parameter": {"weight": property(lambda self: torch.ones(1, 1, 1, 1))},
     "a constant over a parameter": {"weight": None},
-    "a class method": {"make": classmethod(lambda cls: cls)},
     "a static method": {"make": staticmethod(lambda: 1)},
     "item access": {"__getattr__": lambda self, name: super(nn.Conv2d, self).__getattr__(name)},
-    "a call": {"__call__": lambda self, x: x},
-    "loading": {"_load_from_state_dict": lambda self, *args: None},
-    "a mode": {"train": lambda self, mode=True: self},
     "a tensor": {"scale": torch.ones(1)},
     "a list": {"held": []},
 }
@@ -81,7 +59,7 @@ def test_whatever_else_a_class_adds_makes_it_one_of_its_own(members):
     assert host.kind(module) is cls
 
 
-@pytest.mark.parametrize("name", ["forward", "_conv_forward", "__call__", "train", "extra_repr"])
+@pytest.mark.parametrize("name", ["forward", "_conv_forward", "extra_repr"])
 def test_an_attribute_of_the_instance_that_hides_a_method_makes_its_kind_unknown(name):
     conv = layer.Conv2d(1, 1, 1)
     conv.__dict__[name] = lambda *args: None
@@ -122,7 +100,6 @@ def test_a_registered_class_is_known_and_so_are_its_constructor_only_subclasses(
         (lambda: host.register_neuron(nn.Identity()), TypeError, "register the class, not an instance"),
         (lambda: host.register_affine(dict), TypeError, "register_affine takes a subclass"),
         (lambda: host.register_neuron(nn.ReLU, decay=0), ValueError, r"ReLU\): decay=0 must be a number in \(0, 1\]"),
-        (lambda: host.register_neuron(nn.ReLU, decay="a"), ValueError, "decay='a'"),
         (lambda: host.register_neuron(nn.ReLU, decay=2.0), ValueError, "decay=2.0"),
     ],
 )

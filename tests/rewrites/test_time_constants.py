@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from definition import Setting, define
 from spikingjelly.activation_based import functional, layer, neuron
 from support import only_v2
 from torch import nn
@@ -26,13 +27,12 @@ def with_rates(rates):
     return made
 
 
-MANY = {"ParametricLIFNode": (lambda: with_rates(TAUS.clone()), "whose w is a tensor of [6, 1, 1] numbers")}
 # The older host's LIFNode takes numbers alone.
-if host.IS_V2:
-    MANY |= {
-        "LIFNode": (lambda: with_taus(TAUS.clone()), "whose tau is a tensor of [6, 1, 1] numbers"),
-        "LIFNode, trained": (lambda: with_taus(nn.Parameter(TAUS.clone())), "whose tau is a tensor of [6, 1, 1] numbers"),
-    }
+MANY = {
+    "ParametricLIFNode": (lambda: with_rates(TAUS.clone()), "w"),
+    "LIFNode": (lambda: with_taus(nn.Parameter(TAUS.clone())), "tau"),
+}
+CASES = [pytest.param(*MANY[name], id=name, marks=only_v2 if name == "LIFNode" else ()) for name in MANY]
 
 
 def build(last):
@@ -48,71 +48,38 @@ def run(net):
     return net(X)
 
 
-@pytest.mark.parametrize(("make", "told"), MANY.values(), ids=MANY)
+@pytest.mark.parametrize(("make", "held"), CASES)
 @pytest.mark.parametrize("example", [None, X], ids=["no example", "example"])
-@pytest.mark.parametrize("fuse", [False, True])
-def test_its_convolutions_are_refused_and_the_rest_is_converted(make, told, example, fuse):
+def test_its_convolutions_are_refused_and_the_rest_is_converted(make, held, example):
     net = build(make())
-    source = run(net)
+    source, told = run(net), f"its neuron is '3' ({type(net[3]).__name__}), whose {held} is a tensor of [6, 1, 1] numbers"
     assert 0.01 < source.mean() < 0.9
     functional.reset_net(net)
-    for k in (1, 2):
-        fast = sj_tac.convert(net, k=k, fuse=fuse, example_input=example)
-        found = sj_tac.report(fast)
-        assert found["0"].status == "converted"
-        assert (found["2"].status, found["2"].reason) == ("refused", "UNSUPPORTED_NEURON")
-        assert told in found["2"].detail
-        assert found["2"].detail.startswith("its neuron is '3'")
-        out = run(fast)
-        assert "UNSUPPORTED_NEURON" in str(sj_tac.report(fast))
-        if k == 1:
-            torch.testing.assert_close(out, source, rtol=0, atol=0)
-        else:
-            definition = run(sj_tac.convert(net, k=2, fuse=False))
-            torch.testing.assert_close(out, definition, rtol=0, atol=0)
-            assert not torch.equal(out, source)
-        assert torch.equal(run(sj_tac.restore(fast)), source)
+    fast = sj_tac.convert(net, k=2, example_input=example)
+    found = sj_tac.report(fast)
+    assert [(v.status, v.reason) for v in found] == [("converted", None), ("refused", "UNSUPPORTED_NEURON")]
+    assert found["2"].detail.startswith(told)
+    assert told in sj_tac.plan(net, k=2, example_input=example)["2"].detail
+    out = run(fast)
+    torch.testing.assert_close(out, run(define(net, {"0": Setting("preserve", 2, "1")})), rtol=0, atol=1e-9)
+    assert not torch.equal(out, source)
+    assert torch.equal(run(sj_tac.restore(fast)), source)
 
 
-@pytest.mark.parametrize(("make", "told"), MANY.values(), ids=MANY)
-def test_a_plan_says_so(make, told):
-    net = build(make())
-    assert told in sj_tac.plan(net, k=2, example_input=X)["2"].detail
-    assert told in sj_tac.plan(net, k=2)["2"].detail
-
-
-def test_several_shapes_of_one_number_are_one():
-    for shape in ((), (1,), (1, 1, 1)):
-        taus = [with_taus(torch.full(shape, 2.5, dtype=torch.float64))] if host.IS_V2 else []
-        for last in (*taus, with_rates(torch.zeros(shape))):
-            net = build(last)
-            fast = sj_tac.convert(net, k=2, example_input=X)
-            assert [v.status for v in sj_tac.report(fast)] == ["converted"] * 2
-            definition = run(sj_tac.convert(net, k=2, fuse=False))
-            torch.testing.assert_close(run(fast), definition, rtol=0, atol=0)
-
-
-@only_v2
-def test_a_class_that_was_registered_decays_as_its_function_says():
-    class Mean(neuron.LIFNode):
-        def extra_repr(self):
-            return "of channels"
-
-        def multi_step_forward(self, x_seq):
-            return super().multi_step_forward(x_seq)
-
-    sj_tac.register_neuron(Mean, decay=lambda node: 1 - 1 / node.tau.mean())
-    last = Mean(v_threshold=0.1)
-    last.tau = TAUS.clone()
-    assert not host.many_numbers(last)
-    found = sj_tac.report(sj_tac.convert(build(last), k=2, example_input=X))
-    assert [v.status for v in found] == ["converted"] * 2
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)], ids=str)
+def test_several_shapes_of_one_number_are_one(shape):
+    taus = [with_taus(torch.full(shape, 2.5, dtype=torch.float64))] if host.IS_V2 else []
+    for last in (*taus, with_rates(torch.zeros(shape))):
+        net = build(last)
+        fast = sj_tac.convert(net, k=2, example_input=X)
+        assert [v.status for v in sj_tac.report(fast)] == ["converted"] * 2
+        defined = define(net, {"0": Setting("preserve", 2, "1"), "2": Setting("preserve", 2, "3")})
+        torch.testing.assert_close(run(fast), run(defined), rtol=0, atol=1e-9)
 
 
 @pytest.mark.skipif(not hasattr(neuron, "ILIFNode"), reason="the older host has none")
 def test_the_hosts_own_registered_classes_need_one_tau_too():
     last = neuron.ILIFNode(v_threshold=0.1)
     last.tau = TAUS.clone()
-    assert host.many_numbers(last)
     detail = sj_tac.plan(build(last), k=2, example_input=X)["2"].detail
     assert "(ILIFNode), whose tau is a tensor of [6, 1, 1] numbers" in detail

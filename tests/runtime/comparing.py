@@ -18,7 +18,7 @@ import sj_tac
 from sj_tac import host
 
 POLICIES = [("preserve", 2), ("preserve", 3), ("collapse", 2), ("collapse", 3)]
-CLOSE = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Way:
         return f"{self.grad}, {'train' if self.train else 'eval'}"
 
 
-WAYS = [Way(), Way("input"), Way(train=True), Way("no_grad"), Way("inference")]
+WAYS = [Way("input"), Way(train=True), Way("no_grad"), Way("inference")]
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def forward(net: nn.Module, x: Any) -> Any:
     return net(x)
 
 
-def run(net: nn.Module, x: Any, way: Way = WAYS[0], call: Callable[..., Any] = forward, marks: bool = False) -> Outcome:
+def run(net: nn.Module, x: Any, way: Way = Way(), call: Callable[..., Any] = forward, marks: bool = False) -> Outcome:
     """One call from rest, with a backward where the way has gradients. Running statistics are as before, afterwards."""
     net.train(way.train)
     if way.grad in ("grad", "input"):
@@ -114,21 +114,39 @@ def read(x: Tensor) -> Tensor:
     return torch.cat([x.detach().reshape(-1)]).reshape(x.shape).clone()
 
 
-def same(got: Outcome, expected: Outcome, what: str = "") -> None:
+def same(got: Outcome, expected: Outcome, what: str = "", close: dict[str, Any] = CLOSE) -> None:
     """Equal outputs, gradients and voltages, or an AssertionError that says which."""
     assert [v.shape for v in got.values] == [v.shape for v in expected.values], f"{what}: shapes of the outputs"
     for i, (a, b) in enumerate(zip(got.values, expected.values, strict=True)):
-        torch.testing.assert_close(a, b, **CLOSE, msg=lambda m, i=i: f"{what}: output {i}: {m}")
+        torch.testing.assert_close(a, b, **close, msg=lambda m, i=i: f"{what}: output {i}: {m}")
     for kind in ("gradients", "voltages"):
         a, b = getattr(got, kind), getattr(expected, kind)
         assert set(a) == set(b), f"{what}: {kind} of {sorted(set(a) ^ set(b))} on one side only"
         for name in b:
-            torch.testing.assert_close(a[name], b[name], **CLOSE, msg=lambda m, n=name, k=kind: f"{what}: {k} of {n}: {m}")
+            torch.testing.assert_close(a[name], b[name], **close, msg=lambda m, n=name, k=kind: f"{what}: {k} of {n}: {m}")
     for name, statistic in expected.statistics.items():
         # The unbiased variance of repeated frames counts them, or their groups: n / (n - 1) differs by less than this.
-        slack = {"rtol": 0.005, "atol": 0.0, "equal_nan": True} if name.endswith("running_var") else CLOSE
+        slack = {"rtol": 0.005, "atol": 0.0, "equal_nan": True} if name.endswith("running_var") else close
         found = got.statistics[name]
         torch.testing.assert_close(found, statistic, **slack, msg=lambda m, n=name: f"{what}: {n}: {m}")
+
+
+def fused_and_defined(net: nn.Module, policy: Any, x: Any = None) -> list[nn.Module]:
+    """Copies of the net, fused and with ``fuse=False``; changed in place, as nobody asks what they gain on the sample."""
+    made = []
+    for fuse in (True, False):
+        made.append(sj_tac.convert(copy.deepcopy(net), policy, example_input=x, fuse=fuse, inplace=True))
+    return made
+
+
+def agree(net: nn.Module, policy: Any, x: Tensor, edit: Callable[..., Any] | None = None, close: Any = CLOSE) -> nn.Module:
+    """The fused net gives what the definition gives, recorded and not, after the same edit. Returns it."""
+    fused, defined = fused_and_defined(net, policy, x)
+    for each in (fused, defined) if edit is not None else ():
+        edit(each)
+    for way in (Way("input"), Way("no_grad")):
+        same(run(fused, x, way), run(defined, x, way), str(way), close)
+    return fused
 
 
 def policy_of(mode: str, k: int, spikes: str = "count") -> dict[str, Any]:
@@ -174,7 +192,7 @@ class Situation:
 
 
 def agrees(case: Situation, mode: str, k: int, spikes: str = "count") -> None:
-    """The converted net gives what the definition gives, in every way of calling."""
+    """The converted net gives what the definition gives, in every way of calling; so does ``fuse=False`` in the first."""
     policy = policy_of(mode, k, spikes)
     fast = sj_tac.convert(copy.deepcopy(case.source), policy)
     plain = sj_tac.convert(case.source, policy, fuse=False) if mode == "preserve" else None
@@ -182,14 +200,18 @@ def agrees(case: Situation, mode: str, k: int, spikes: str = "count") -> None:
     case.edit(fast)
     if plain is not None:
         case.edit(plain)
+    expected: dict[Way, list[Outcome]] = {}
     for way in case.ways:
-        with margins(others[0]) as distances:
-            expected = [run(net, case.x, way, case.call, marks=True) for net in others]
-        if distances and min(distances) < 1e-9:
-            pytest.fail("a voltage of the definition lies on its threshold: choose another net")
-        if plain is not None:
-            same(run(plain, case.x, way, case.call), expected[0], f"fuse=False, {way}")
-        same_as_one(run(fast, case.x, way, case.call), expected, str(way))
+        # The definition knows no inference mode.
+        asked = Way("no_grad", way.train) if way.grad == "inference" else way
+        if asked not in expected:
+            with margins(others[0]) as distances:
+                expected[asked] = [run(net, case.x, asked, case.call, marks=True) for net in others]
+            if distances and min(distances) < 1e-9:
+                pytest.fail("a voltage of the definition lies on its threshold: choose another net")
+        if plain is not None and way == case.ways[0]:
+            same(run(plain, case.x, way, case.call), expected[asked][0], f"fuse=False, {way}")
+        same_as_one(run(fast, case.x, way, case.call), expected[asked], str(way))
 
 
 def same_as_one(got: Outcome, expected: list[Outcome], what: str) -> None:

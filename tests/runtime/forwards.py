@@ -37,7 +37,6 @@ class Blocks(nn.Module):
         self.head = nn.Sequential(layer.Flatten(), layer.Linear(C * 16, 5))
         self.aux = nn.Sequential(layer.Flatten(), layer.Linear(C * 64, 5))
         self.e, self.f = block(2, C), block(C, C)
-        self.bare, self.bare_norm = nn.Conv2d(C, C, 3, padding=1, bias=False), nn.BatchNorm2d(C)
         self.flag = False
 
     def forward(self, x: Any) -> Any:
@@ -72,7 +71,7 @@ FORWARDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
 
 
 def case(name: str, **needs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a forward. ``flag``: set after convert; ``x``: makes the input; ``modes``, ``grads``: where it is defined."""
+    """Register a forward. ``flag``: set after convert; ``x``: makes the input; ``grads``: ways of calling that it allows."""
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:
         FORWARDS[name] = (function, needs)
@@ -82,55 +81,6 @@ def case(name: str, **needs: Any) -> Callable[[Callable[..., Any]], Callable[...
 
 
 case("plain")(straight)
-
-
-@case("x[-2:]")
-def last(n, x):
-    s = n.a(x)
-    return n.head(n.d(n.c(n.b(s)))).mean(0), n.aux(n.f(s[-2:]))
-
-
-@case("x[-2:] into layers called before")
-def last_again(n, x):
-    s = n.a(x)
-    return n.head(n.d(n.c(n.b(s)))).mean(0), n.aux(n.c(n.b(s[-2:])))
-
-
-@case("x[::2]")
-def strided(n, x):
-    s = n.a(x)
-    return n.head(n.d(n.b(s))), n.aux(n.c(s[::2]))
-
-
-@case("x[1:]")
-def shifted(n, x):
-    return n.head(n.d(n.c(n.b(n.a(x)[1:]))))
-
-
-@case("cat over time")
-def doubled(n, x):
-    s = n.a(x)
-    return n.head(n.d(n.c(torch.cat([s, n.b(s)]))))
-
-
-@case("pooling over time")
-def pooled_time(n, x):
-    s = n.a(x)[:6]
-    return n.head(n.d(n.c(n.b(s.unflatten(0, (3, 2)).mean(1)))))
-
-
-@case("detach_()", modes=("preserve",))  # the definition's own marks are views, which torch does not detach in place
-def cut(n, x):
-    s = n.a(x) * 1.5
-    y = n.aux(n.f(s))
-    s.detach_()
-    return n.head(n.d(n.c(n.b(s)))), y
-
-
-@case("numbers on a drive")
-def mapped(n, x):
-    d = n.b[1](n.b[0](n.a(x)))
-    return n.head(n.d(n.c(n.b[2](d * 2 - 0.3))))
 
 
 @case("the same layers with T and 5")
@@ -143,27 +93,6 @@ def two_inputs(n, x):
     return n.head(n.d(n.b(n.a(x[0])))).mean(0), n.aux(n.f(n.e(x[1]))).mean(0)
 
 
-@case("an auxiliary head", flag=True)
-def auxiliary(n, x):
-    s = n.b(n.a(x))
-    y = n.head(n.d(n.c(s)))
-    return (y, n.aux(s)) if n.flag else y
-
-
-@case("an auxiliary head in training")
-def auxiliary_in_training(n, x):
-    s = n.b(n.a(x))
-    y = n.head(n.d(n.c(s)))
-    return (y, n.aux(s)) if n.training else y
-
-
-@case("features on demand", flag=True)
-def features(n, x):
-    s = n.b(n.a(x))
-    y = n.head(n.d(n.c(s)))
-    return {"y": y, "features": s} if n.flag else y
-
-
 @case("stochastic depth", flag=True)
 def depth(n, x):
     s = n.a(x)
@@ -171,48 +100,11 @@ def depth(n, x):
     return n.head(n.d(n.c(s)))
 
 
-@case("mul_ of spikes")
-def scaled_spikes(n, x):
-    y = n.a(x)
-    y.mul_(2.0)
-    return n.head(n.d(n.c(n.b(y))))
-
-
-@case("mul_ of a drive")
-def scaled_drive(n, x):
-    y = n.b[1](n.b[0](n.a(x)))
-    y.mul_(2.0)
-    return n.head(n.d(n.c(n.b[2](y))))
-
-
-@case("add_ of a head")
-def moved_output(n, x):
-    out = straight(n, x)
-    out.add_(0.1)
-    return out
-
-
-@case("items of a buffer")
-def buffered(n, x):
-    buffer = torch.zeros(T, 2, C, SIZE, SIZE, dtype=torch.float64)
-    buffer[:, :, :C] = n.a(x)
-    return n.head(n.d(n.c(n.b(buffer))))
-
-
 @case("a drive in a buffer")
 def buffered_drive(n, x):
     buffer = torch.zeros(T, 2, C, SIZE, SIZE, dtype=torch.float64)
     buffer[2:, :, :C] = n.b[0](n.a(x))[2:]
     return n.head(n.d(n.c(n.b[2](n.b[1](buffer)))))
-
-
-@case("writes through a view")
-def viewed(n, x):
-    s = n.a(x) * 1.0
-    v = s[0]
-    v.mul_(0.5)
-    s.add_(1.0)
-    return n.head(n.d(n.c(n.b(s + v))))
 
 
 @case("a residual that is written later")
@@ -232,15 +124,6 @@ def summand_written(n, x):
     return n.head(n.d(n.c(u))), s
 
 
-@case("a summand that is written before the neuron")
-def drive_summand_written(n, x):
-    s = n.a(x)
-    t = s * 1.0
-    z = n.b[1](n.b[0](s)) + t
-    t.mul_(0.5)
-    return n.head(n.d(n.c(n.b[2](z) + t)))
-
-
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -256,11 +139,6 @@ def twice(x: Tensor) -> Tensor:
 
 
 torch.fx.wrap("twice")
-
-
-@case("an autograd.Function on spikes")
-def function_on_spikes(n, x):
-    return n.head(n.d(n.c(twice(n.b(twice(n.a(x)))))))
 
 
 @case("an autograd.Function on drives")
@@ -287,51 +165,6 @@ def joined(n, x):
     return n.head(n.d(n.c(torch.cat([s[:, :, :2], t[:, :, 2:]], 2)))), torch.stack([s, t]).mean((1, 2))
 
 
-@case("a loss of rates")
-def rates(n, x):
-    s = n.a(x)
-    t = n.b(s)
-    return n.head(n.d(n.c(t))) + t.mean() + s.sum() * 1e-3
-
-
-@case("torch's own layers on folded time", modes=("preserve",))
-def folded(n, x):
-    s = n.b[1](n.b[0](n.a(x)))
-    z = n.bare_norm(n.bare(s.flatten(0, 1))).reshape(s.shape).contiguous()
-    return n.head(n.d(n.c(n.b[2](z))))
-
-
 @case("a still image", x=lambda: spikes_in()[0])
 def still(n, x):
     return straight(n, x.unsqueeze(0).repeat(6, 1, 1, 1, 1))
-
-
-@case("channels_last")
-def channels_last(n, x):
-    return straight(n, x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, x.shape[:2]))
-
-
-@case("a residual")
-def residual(n, x):
-    s = n.a(x)
-    return n.head(n.d(n.c(n.b[2](n.b[1](n.b[0](s)) + s))))
-
-
-@case("a residual in place")
-def residual_in_place(n, x):
-    s = n.a(x)
-    y = n.b[1](n.b[0](s))
-    y += s
-    return n.head(n.d(n.c(n.b[2](y)) + s))
-
-
-@case("the mean of spikes as a factor")
-def gated(n, x):
-    s = n.a(x)
-    return n.head(n.d(n.c(s * n.b(s).mean((0, 3, 4), keepdim=True))))
-
-
-@case("a shift in time")
-def rolled(n, x):
-    s = n.a(x)
-    return n.head(n.d(n.c(s + torch.roll(n.b(s), 1, 0))))

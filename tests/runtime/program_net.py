@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from spikingjelly.activation_based import layer, neuron, surrogate
+from spikingjelly.activation_based import layer
+from support import conv, node, norm
 from torch import Tensor, nn
 
 C, SIZE = 3, 4
-SURROGATES = (surrogate.ATan, surrogate.Sigmoid, surrogate.SoftSign, surrogate.PiecewiseExp)
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Block:
     norm: bool = True
     pool: str = ""
     residual: str = ""
-    surrogate: int = 0
     detach: bool = True
 
 
@@ -48,22 +47,19 @@ class Edit:
 
 @dataclass(frozen=True)
 class Call:
-    """One call; ``stop``: an exception that a hook raises before the last block ("", "error", "keyboard")."""
+    """One call."""
 
     frames: int = 5
     samples: int = 2
     train: bool = False
     grad: str = "grad"
     reset: bool = True
-    stop: str = ""
 
 
 @dataclass(frozen=True)
 class Program:
-    """All of it.
-
-    ``rule``: another mode and k for the first block, or None. ``features``: a value in the middle is given out too: "",
-    "always", or "later", which the trace has not seen. ``cast``: convert in float32, run in float64.
+    """``rule``: another mode and k for the first block, or None. ``features``: a value in the middle is given out too: "",
+    "always", or "later", which the trace has not seen.
     """
 
     blocks: tuple[Block, ...]
@@ -75,42 +71,21 @@ class Program:
     rule: tuple[str, int] | None = None
     inputs: int = 1
     features: str = ""
-    cast: bool = False
     seed: int = 0
 
 
 # ---- the net -----------------------------------------------------------------------------------------------------------
 
 
-def make_node(spec: Block) -> nn.Module:
-    more = {"v_reset": spec.v_reset, "surrogate_function": SURROGATES[spec.surrogate](), "detach_reset": spec.detach}
-    if spec.kind == "if":
-        return neuron.IFNode(step_mode="m", **more)
-    if spec.kind == "plif":
-        return neuron.ParametricLIFNode(init_tau=spec.tau, decay_input=spec.decay_input, step_mode="m", **more)
-    return neuron.LIFNode(tau=spec.tau, decay_input=spec.decay_input, step_mode="m", **more)
-
-
-def make_norm() -> nn.Module:
-    norm = layer.BatchNorm2d(C, step_mode="m")
-    nn.init.uniform_(norm.weight, 1.0, 2.0)
-    nn.init.uniform_(norm.bias, 0.0, 0.5)
-    norm.running_mean.uniform_(-0.3, 0.3)
-    return norm
-
-
-def make_conv() -> nn.Module:
-    return layer.Conv2d(C, C, 3, padding=1, step_mode="m")
-
-
 class BlockNet(nn.Module):
-    """One block. Every value has the shape [T, N, C, H, W]."""
+    """One block, of values [T, N, C, H, W]."""
 
     def __init__(self, spec: Block) -> None:
         super().__init__()
         self.residual = spec.residual
-        self.conv, self.node = make_conv(), make_node(spec)
-        self.norm = make_norm() if spec.norm else nn.Identity()
+        self.conv = conv(C, C)
+        self.node = node(spec.kind, spec.v_reset, spec.decay_input, spec.tau, detach_reset=spec.detach)
+        self.norm = norm(C) if spec.norm else nn.Identity()
         pools = {"max": layer.MaxPool2d, "avg": layer.AvgPool2d}
         self.pool = pools[spec.pool](3, 1, 1, step_mode="m") if spec.pool else nn.Identity()
 
@@ -226,17 +201,9 @@ def put(name: str, make: Any) -> Any:
     return edit
 
 
-def drop_block(net: Any, index: int) -> None:
-    net.blocks[index] = nn.Identity()
-
-
-def swap_blocks(net: Any, index: int) -> None:
-    net.blocks[index], net.blocks[0] = net.blocks[0], net.blocks[index]
-
-
 def other_tau(net: Any, index: int) -> None:
-    node = net.blocks[index].node
-    node.tau, node.v_threshold = 3.0, getattr(node, "v_threshold", 1.0) * 0.75
+    made = net.blocks[index].node
+    made.tau, made.v_threshold = 3.0, getattr(made, "v_threshold", 1.0) * 0.75
 
 
 def look(module: nn.Module, args: Any, out: Tensor) -> None:
@@ -244,18 +211,14 @@ def look(module: nn.Module, args: Any, out: Tensor) -> None:
 
 
 EDITS = {
-    "new neuron": put("node", lambda: make_node(Block("if", v_reset=None))),
-    "new norm": put("norm", make_norm),
-    "new conv": put("conv", make_conv),
+    "new neuron": put("node", lambda: node("if", None)),
+    "new norm": put("norm", lambda: norm(C)),
+    "new conv": put("conv", lambda: conv(C, C)),
     "no neuron": put("node", nn.Identity),
-    "no norm": put("norm", nn.Identity),
     "no conv": put("conv", nn.Identity),
-    "no block": drop_block,
     "freeze": lambda net, index: net.blocks[index].requires_grad_(False),
-    "swap blocks": swap_blocks,
     "another tau": other_tau,
     "hook reads": lambda net, index: net.blocks[index].register_forward_hook(look),
-    "hook changes": lambda net, index: net.blocks[index].conv.register_forward_hook(lambda m, a, o: o * 0.5),
     "hook writes": lambda net, index: net.blocks[index].register_forward_hook(lambda m, a, o: (o.mul_(0.5), None)[1]),
 }
 
@@ -263,6 +226,4 @@ EDITS = {
 def edit_with(edit: Edit, net: Any) -> None:
     """One edit, the same on every net."""
     torch.manual_seed(7)
-    index = edit.block % len(net.blocks)
-    if not isinstance(net.blocks[index], nn.Identity):
-        EDITS[edit.what](net, index)
+    EDITS[edit.what](net, edit.block % len(net.blocks))

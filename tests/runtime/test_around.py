@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,35 +55,25 @@ def test_an_interrupted_call_leaves_nothing_behind(mode):
     same_as_one(run(fast, x), [run(n, x, marks=True) for n in others], "the net after an interrupt")
 
 
-@BOTH
-def test_two_threads_with_other_t(mode):
-    """The host keeps voltages in the modules, so nets whose neurons begin anew at every call have values to compare."""
-    fast, others = pair(mode)
+def test_two_threads_with_other_t():
+    """The host keeps voltages in the modules: of neurons that never fire they do not matter."""
+    fast, others = pair("collapse")
     for net in (fast, *others):
         for module in net.modules():
             if isinstance(module, neuron.BaseNode):
-                module.v_threshold = 1e9  # no spikes: the voltages do not matter
-    net, wrong = fast, []
+                module.v_threshold = 1e9
     inputs = [spikes_in(1, 8), spikes_in(2, 5)]
     expected = [quiet(others[0], x) for x in inputs]
 
-    def work(i):
+    def call(i):
         with torch.no_grad():
-            for _ in range(40):
-                try:
-                    out = net(inputs[i])
-                    if out.shape != expected[i].shape or not torch.allclose(out, unmark(expected[i])):
-                        wrong.append(tuple(out.shape))
-                except Exception as error:
-                    wrong.append(repr(error)[:80])
+            return [fast(inputs[i]) for _ in range(20)]
 
-    functional.reset_net(net)
-    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    functional.reset_net(fast)
+    with ThreadPoolExecutor(2) as threads:
+        for found, wanted in zip(threads.map(call, (0, 1)), expected, strict=True):
+            for out in found:
+                torch.testing.assert_close(out, unmark(wanted), **CLOSE)
 
 
 @BOTH
@@ -91,17 +81,13 @@ def test_a_call_under_fake_tensors_leaves_no_fake_behind(mode):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     source = build()
-    for k in (2, 5):  # 5: groups and weights that no call has made before
-        fast = sj_tac.convert(source, policy_of(mode, k))
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-            out = fast(fake.from_tensor(spikes_in()))
-        assert out.shape == (7, 2, 5)
-        functional.reset_net(fast)
-        other = sj_tac.convert(source, policy_of(mode, k))
-        for net in (fast, other):
-            same_as_one(
-                run(net, spikes_in()), [run(n, spikes_in(), marks=True) for n in definitions(source, fast, nothing)], ""
-            )
+    fast = sj_tac.convert(source, policy_of(mode, 5))  # groups and weights that no call has made before
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
+        out = fast(fake.from_tensor(spikes_in()))
+    assert out.shape == (7, 2, 5)
+    functional.reset_net(fast)
+    for net in (fast, sj_tac.convert(source, policy_of(mode, 5))):
+        same_as_one(run(net, spikes_in()), [run(n, spikes_in(), marks=True) for n in definitions(source, fast, nothing)], "")
 
 
 # ---- parametrizations and pruning after convert ------------------------------------------------------------------------
@@ -111,17 +97,11 @@ def weight_norm(net):
     parametrizations.weight_norm(net.b[0])
 
 
-def spectral_norm(net):
-    torch.manual_seed(3)
-    parametrizations.spectral_norm(net.c[0])
-
-
 def pruned(net):
     prune.l1_unstructured(net.b[0], "weight", 0.5)
 
 
-@pytest.mark.parametrize("change", [weight_norm, spectral_norm, pruned])
-@BOTH
+@pytest.mark.parametrize(("change", "mode"), [(weight_norm, "collapse"), (pruned, "preserve")])
 def test_a_weight_that_is_computed_after_convert(change, mode):
     source = build()
     fast = sj_tac.convert(source, policy_of(mode, 2))
@@ -138,20 +118,6 @@ def test_a_weight_that_is_computed_after_convert(change, mode):
 # ---- copies ------------------------------------------------------------------------------------------------------------
 
 
-def deep(depth=200):
-    """Plain blocks of one channel that fire."""
-    torch.manual_seed(0)
-    blocks = []
-    for _ in range(depth):
-        norm = layer.BatchNorm2d(1)
-        nn.init.constant_(norm.weight, 3.0)
-        nn.init.constant_(norm.bias, 1.0)
-        blocks += [layer.Conv2d(1, 1, 3, padding=1, bias=False), norm, lif()]
-    net = nn.Sequential(*blocks)
-    functional.set_step_mode(net, "m")
-    return net.double().eval()
-
-
 def by_pickle(net):
     return pickle.loads(pickle.dumps(net))
 
@@ -163,50 +129,22 @@ def by_save(net):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_save, lambda net: sj_tac.restore(net)])
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_save, sj_tac.restore])
 def test_copies_of_a_deep_net(copied):
-    net = deep()
-    fast = sj_tac.convert(net, "preserve", 2)
-    x = frames(3, 1, 1, 3, 3, dtype=torch.float64)
-    expected = quiet(fast, x)
-    functional.reset_net(fast)
+    """No copy goes from module to module by recursion."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(200) for m in (layer.Conv2d(1, 1, 3, padding=1), lif()))).double().eval()
+    for conv in net[::2]:
+        nn.init.constant_(conv.bias, 2.3)
+    functional.set_step_mode(net, "m")
+    fast, x = sj_tac.convert(net, "preserve", 2), frames(3, 1, 1, 3, 3, dtype=torch.float64)
     other = copied(fast)
-    if other._modules["0"].__class__ is layer.Conv2d:
-        expected = quiet(net, x)
+    expected = quiet(net if copied is sj_tac.restore else fast, x)
+    assert 0.02 < expected.mean() < 0.98
     torch.testing.assert_close(quiet(other, x), expected, **CLOSE)
 
 
-@BOTH
-def test_a_part_alone_is_small_and_runs(mode):
-    fast, others = pair(mode)
-    part = fast.b
-    assert len(pickle.dumps(part)) < 4 * len(pickle.dumps(build().b)), "a part does not drag the net along"
-    x = frames(7, 2, 4, 8, 8, dtype=torch.float64, seed=6)
-    expected = [run(n.b, x, call=lambda n, x: n(x) * 1, marks=True) for n in others]
-    for made in (by_pickle(part), by_save(part), copy.deepcopy(part)):
-        same_as_one(run(made, x, call=lambda n, x: n(x) * 1), expected, "a part alone")
-
-
-@BOTH
-def test_a_net_that_keeps_values_can_be_copied(mode):
-    def keep(module, args, out):
-        module.__dict__["kept"] = out
-
-    fast, _ = pair(mode)
-    handle = fast.b.register_forward_hook(keep)
-    out = quiet(fast, spikes_in())
-    handle.remove()
-    functional.reset_net(fast)
-    for made in (copy.deepcopy(fast), by_pickle(fast), by_save(fast)):
-        assert torch.equal(made.b.kept * 1, fast.b.kept * 1)
-        assert torch.equal(quiet(made, spikes_in()), out)
-
-
 # ---- transforms and compilers ------------------------------------------------------------------------------------------
-
-
-def compiled(net, x):
-    return torch.compile(net, backend="eager")(x)
 
 
 def compiled_whole(net, x):
@@ -237,9 +175,6 @@ def partly_compiled(net, x):
     return whole(x)
 
 
-WAYS = [compiled, compiled_whole, exported, symbolic, functionally, mapped, partly_compiled]
-
-
 @only_v2
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -247,8 +182,17 @@ WAYS = [compiled, compiled_whole, exported, symbolic, functionally, mapped, part
     "ignore:The tensor attributes",
     "ignore:There is a performance drop",
 )
-@pytest.mark.parametrize("call", WAYS)
-@BOTH
+@pytest.mark.parametrize(
+    ("call", "mode"),
+    [
+        (functionally, "preserve"), (mapped, "collapse"), (symbolic, "collapse"),
+        *(
+            pytest.param(call, mode, marks=pytest.mark.exhaustive)
+            for call in (compiled_whole, partly_compiled, exported)
+            for mode in ("preserve", "collapse")
+        ),
+    ],
+)  # fmt: skip
 def test_a_transform_gives_the_same(call, mode):
     torch.compiler.reset()
     fast, others = pair(mode, 3)
@@ -258,9 +202,7 @@ def test_a_transform_gives_the_same(call, mode):
     with torch.no_grad():
         out = call(fast, x)
     assert any(torch.allclose(out, e, **CLOSE) for e in expected), call.__name__
-    functional.reset_net(fast)
-    with torch.no_grad():
-        assert any(torch.allclose(fast(x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
+    assert any(torch.allclose(quiet(fast, x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
 
 
 @BOTH
@@ -276,57 +218,13 @@ def test_functional_gradients(mode):
         gradients(build())
     except RuntimeError as error:
         pytest.skip(f"the source cannot either: {error}")
-    found = gradients(fast)
-    net = others[0]
+    found, net = gradients(fast), others[0]
     functional.reset_net(net)
-    net.zero_grad()
     unmark(net(spikes_in())).square().sum().backward()
+    assert sum(p.grad is not None for p in net.parameters()) > 10
     for name, parameter in net.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found[name], parameter.grad, **CLOSE)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@BOTH
-def test_forward_mode_gives_a_derivative_or_an_error(mode):
-    fast, others = pair(mode)
-    x = spikes_in()
-    direction = torch.ones_like(x)
-
-    def tangent(net):
-        functional.reset_net(net)
-        return torch.func.jvp(lambda x: unmark(net(x)), (x,), (direction,))[1]
-
-    problem = ""
-    try:
-        found = tangent(fast)
-    except (RuntimeError, NotImplementedError) as raised:
-        problem = str(raised)
-    if problem:
-        assert "forward-mode" in problem or "forward AD" in problem, problem
-        return
-    functional.reset_net(others[0])
-    ones = torch.ones(7, 2, 5, dtype=torch.float64)
-    z = x.clone().requires_grad_()
-    (unmark(others[0](z)) * ones).sum().backward()
-    torch.testing.assert_close((found * ones).sum(), (z.grad * direction).sum(), **CLOSE)
-
-
-def test_one_process_of_ddp(tmp_path):
-    fast, others = pair()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(fast, find_unused_parameters=True)
-        functional.reset_net(fast)
-        wrapped(spikes_in()).square().sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
-    net = others[0]
-    functional.reset_net(net)
-    unmark(net(spikes_in())).square().sum().backward()
-    for name, parameter in net.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(fast.get_parameter(name).grad, parameter.grad, **CLOSE)
 
 
 def test_set_k_and_restore_after_calls():
@@ -337,30 +235,5 @@ def test_set_k_and_restore_after_calls():
         defined = define(source, settings_of(source, sj_tac.report(fast)))
         same(run(fast, spikes_in()), run(defined, spikes_in(), marks=True), f"set_k to {k}")
     same(run(sj_tac.restore(fast), spikes_in()), run(source, spikes_in()), "restored")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"v": (2, 3, 4, 3)}, {"v": (1, 3, 4, 4)}, {"scale": (2,), "shift": (3,)}, {"scale": (3,), "shift": (4,)}]
-)
-def test_fire_refuses_shapes_that_do_not_fit(wrong):
-    y = torch.rand(2, 2, 3, 4, 4)
-    with pytest.raises(ValueError, match="fire got"):
-        sj_tac.functional.fire(y, lif(step_mode="m"), 2, **{name: torch.ones(shape) for name, shape in wrong.items()})
-
-
-@BOTH
-def test_training_after_inference_without_a_reset(mode):
-    fast, others = pair(mode)
-
-    def call(net, x):
-        with torch.inference_mode() if net is fast else torch.no_grad():
-            net(x)
-        return net(x)
-
-    same_as_one(run(fast, spikes_in(), call=call), [run(n, spikes_in(), call=call, marks=True) for n in others], "training")
-
-
-def test_no_samples_are_no_error():
-    fast, others = pair()
     with torch.no_grad():
-        assert fast(spikes_in()[:, :0]).shape == unmark(others[0](spikes_in()[:, :0])).shape
+        assert fast(spikes_in()[:, :0]).shape == (7, 0, 5), "no samples are no error"

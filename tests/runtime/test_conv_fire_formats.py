@@ -1,4 +1,6 @@
-"""Memory formats of nets whose first layers run in one kernel: nobody sees by strides that it ran, on the stand-in."""
+"""Nets whose first layers run in one kernel, on the stand-in: nobody sees by strides, nor under autocast, that it ran."""
+
+from itertools import product
 
 import pairs
 import pytest
@@ -66,7 +68,12 @@ def seen(net, x, monkeypatch, said):
     return found
 
 
-@pairs.parametrize(channels=[(2, 8), (1, 6), (3, 1), (4, 9)], lies=FORMATS, pool=POOLS, k=[1, 2])
+CASES = [((2, 8), "the net", "2x2", 1), ((3, 1), "the frames", "3x3", 2)]
+if pairs.EXHAUSTIVE:
+    CASES = list(product([(2, 8), (1, 6), (3, 1), (4, 9)], FORMATS, POOLS, [1, 2]))
+
+
+@pytest.mark.parametrize(("channels", "lies", "pool", "k"), CASES)
 def test_strides_and_numbers_are_those_without_the_kernel(channels, lies, pool, k, monkeypatch):
     inputs, outputs = channels
     net, x = converted(source(inputs, outputs, POOLS[pool]), k, lies), frames(lies, inputs)
@@ -87,9 +94,13 @@ def test_strides_and_numbers_are_those_without_the_kernel(channels, lies, pool, 
     assert is_channels_last(found[len(net)]) is (in_last and outputs > 1)  # the first voltages
 
 
+LATER = [("neither", torch.float32), ("the net", torch.bfloat16)]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lies", FORMATS)
+@pytest.mark.parametrize(
+    ("lies", "dtype"), list(product(FORMATS, [torch.float32, torch.bfloat16])) if pairs.EXHAUSTIVE else LATER
+)
 def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on(lies, dtype):
     net = source(3)
     net[0].weight.data.normal_(0, 0.5)  # another order of additions rounds otherwise
@@ -103,7 +114,7 @@ def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on(lies, dtype
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lies", FORMATS)
+@pytest.mark.parametrize("lies", FORMATS if pairs.EXHAUSTIVE else ["neither", "both"])
 def test_voltages_that_somebody_lays_out_otherwise_are_read_as_they_are(lies, monkeypatch):
     """Between two calls: the second goes on from the same voltages, in the other format."""
     net, x = converted(source(), 2, lies), frames(lies)
@@ -120,10 +131,26 @@ def test_voltages_that_somebody_lays_out_otherwise_are_read_as_they_are(lies, mo
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_where_torch_does_not_say_which_format_comes_out_no_kernel_runs(monkeypatch):
-    """A convolution that no format is known of goes the ordinary way; contiguous ones need no answer."""
-    monkeypatch.delattr(torch._C, "_select_conv_backend")
-    for lies in FORMATS:
-        with torch.no_grad():
-            held = converted(source(), 2, lies)[0](frames(lies)).expression.held
-        assert (type(held) is Deferred) is (lies == "neither")
+def cast(dtype):
+    return torch.autocast(stub_cuda.DEVICE, dtype)
+
+
+CAST = [(torch.bfloat16, "both", "2x2", 2), (torch.float16, "neither", "none", 1)]
+if pairs.EXHAUSTIVE:
+    CAST = list(product([torch.bfloat16, torch.float16], FORMATS, POOLS, [1, 2]))
+
+
+@pytest.mark.parametrize(("dtype", "lies", "pool", "k"), CAST)
+def test_under_autocast_numbers_and_dtypes_are_those_without_the_kernel(dtype, lies, pool, k, monkeypatch):
+    net, x = converted(source(2, 8, POOLS[pool]), k, lies), frames(lies)
+    plain = seen(net, x, monkeypatch, "1")
+    with cast(dtype):
+        expected = seen(net, x, monkeypatch, "0")
+        before = RUNS["conv_fire", "cupy"]
+        found = seen(net, x, monkeypatch, "1")
+    assert RUNS["conv_fire", "cupy"] - before == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is theirs.dtype
+        assert torch.equal(ours, theirs)
+    assert found[0].dtype is dtype is not plain[0].dtype
+    assert 0.02 < expected[2].mean() < 0.9

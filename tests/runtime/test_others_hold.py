@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import pairs
 import pytest
 import torch
 from spikingjelly.activation_based import functional
@@ -48,43 +49,24 @@ def converted(source, **options):
 
 
 WRITES = {
-    "a row's data": lambda y: y[0].data.fill_(1.0),
     "a view's data": lambda y: y.reshape(-1).data[::2].fill_(1.0),
     "a detached array": lambda y: y.detach().numpy()[0].fill(1.0),
     "a row of a detached array": lambda y: y.detach()[0].numpy().fill(1.0),
     "data of what was unbound": lambda y: y.unbind(0)[0].data.fill_(1.0),
-    "a transposed array": lambda y: y.detach().transpose(0, 1).numpy()[0].fill(1.0),
 }
 
 
 @pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning")
-@pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("policy", ["preserve", "collapse"])
-@pytest.mark.parametrize("write", WRITES)
+@pairs.parametrize(write=WRITES, policy=["preserve", "collapse"], recorded=[True, False])
 def test_a_write_past_the_version_counter_through_a_view_is_seen(source, write, policy, recorded):
     outs = []
-    for net in (
-        converted(source, policy=policy),
-        converted(source, policy=policy, fuse=False),
-        converted(source, policy=policy),
-    ):
-        net.write = WRITES[write] if len(outs) < 2 else None
+    for fuse, writes in ((True, WRITES[write]), (False, WRITES[write]), (True, None)):
+        net = converted(source, policy=policy, fuse=fuse)
+        net.write = writes
         with torch.set_grad_enabled(recorded):
             outs.append(net(X).detach())
     torch.testing.assert_close(outs[0], outs[1])
-    assert not torch.equal(outs[0], outs[2])
-
-
-def test_who_reads_a_row_and_writes_nothing_changes_nothing(source):
-    outs = []
-    for fuse in (True, False):
-        net = converted(source, fuse=fuse)
-        net.write = lambda y: y[0].mean() + y.reshape(-1)[3]
-        z = net(X)
-        z.square().sum().backward()
-        outs.append([z.detach(), *(p.grad for p in net.parameters())])
-    for a, b in zip(*outs, strict=True):
-        torch.testing.assert_close(a, b)
+    assert (outs[0] - outs[2]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("policy", ["preserve", "collapse"])
@@ -125,18 +107,14 @@ def test_the_gradient_of_a_feature_that_the_trace_saw_returned_is_the_definition
 
 
 class Folded(nn.Module):
-    """Time is folded into the batch; ``coarse``: it calls itself first; ``kept``: how a part is checkpointed."""
+    """Time is folded into the batch; ``kept``: how a part is checkpointed."""
 
     def __init__(self):
         super().__init__()
         self.c, self.n, self.l = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), node("lif")
-        self.coarse, self.kept = False, None
+        self.kept = None
 
     def forward(self, x):
-        if self.coarse:
-            self.coarse = False
-            x = x + 0.1 * self(x.flip(-1)[: len(x) // 2]).mean()
-            functional.reset_net(self)
         steps, batch = x.shape[:2]
         part = lambda y: self.n(self.c(y))  # noqa: E731
         y = x.flatten(0, 1)
@@ -144,55 +122,10 @@ class Folded(nn.Module):
         return self.l(y.unflatten(0, (steps, batch)))
 
 
-@pytest.fixture(scope="module")
-def folded():
-    torch.manual_seed(0)
-    net = Folded().double()
-    awake(net, X)
-    return net.eval()
-
-
-@pytest.mark.parametrize("fuse", [True, False])
-def test_a_folded_net_that_calls_itself_goes_on_with_its_own_time(folded, fuse):
-    outs = []
-    for make in (lambda net: net, lambda net: sj_tac.convert(net, k=1, fuse=fuse, example_input=X)):
-        net = make(copy.deepcopy(folded))
-        net.coarse = True
-        outs.append(net(X).detach())
-        functional.reset_net(net)
-        outs.append(net(X).detach())
-    torch.testing.assert_close(outs[0], outs[2])
-    torch.testing.assert_close(outs[1], outs[3])
-    fast = sj_tac.convert(copy.deepcopy(folded), k=2, fuse=fuse, example_input=X)
-    fast.coarse = True
-    assert fast(X).shape == (4, 2, 4, 6, 6)
-
-
-def test_an_inner_call_that_fails_and_is_caught_leaves_the_outer_ones_time(folded):
-    class Trying(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.c, self.l, self.tries = copy.deepcopy(folded), nn.Conv2d(4, 4, 1).double(), node("lif"), False
-
-        def forward(self, x):
-            y = self.first(x)
-            if self.tries:
-                self.tries = False
-                with pytest.raises(InputError, match="was converted for inputs of"):
-                    self(x[0])
-            return self.l(self.c(y.flatten(0, 1)).unflatten(0, x.shape[:2]))
-
-    fast = sj_tac.convert(Trying().eval(), k=2, example_input=X)
-    assert len(sj_tac.report(fast).converted) == 2
-    expected = fast(X).detach()
-    functional.reset_net(fast)
-    fast.tries = True
-    torch.testing.assert_close(fast(X).detach(), expected)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_that_several_calls_could_have_made_is_refused(folded, reentrant):
-    fast = sj_tac.convert(copy.deepcopy(folded), k=2, example_input=X)
+def test_a_checkpoint_that_several_calls_could_have_made_is_refused(reentrant):
+    torch.manual_seed(0)
+    fast = sj_tac.convert(awake(Folded().double().eval(), X), k=2, example_input=X)
 
     def gradients(shapes, kept):
         fast.kept, loss = kept, 0.0
@@ -204,7 +137,7 @@ def test_a_checkpoint_that_several_calls_could_have_made_is_refused(folded, reen
         loss.backward()
         return [p.grad.clone() for p in fast.parameters()]
 
-    for shapes in ([(4, 2)], [(4, 2), (5, 2)], [(4, 2), (4, 2)]):
+    for shapes in ([(4, 2), (5, 2)], [(4, 2), (4, 2)]):
         for a, b in zip(gradients(shapes, reentrant), gradients(shapes, None), strict=True):
             torch.testing.assert_close(a, b)
     with pytest.raises(InputError, match=r"again on 8 frames, and the net was called with T=2, N=4 and T=4, N=2"):

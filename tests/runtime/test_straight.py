@@ -1,49 +1,49 @@
-"""The short way to the kernel: taken where all is as before, and never with anything of before where something changed."""
+"""Calls without gradients: what they give is the definition's, and never anything of before where something changed."""
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional, neuron
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from straight_cases import CHANGES, NEURONS, POOLS, awake, compare, each, launches
+from torch import nn
+from torch.nn.utils import parametrize
 
 import sj_tac
-from benchmarks.overhead import frames_to_kernel
 from sj_tac.host.types import IS_V2
 from sj_tac.runtime.borders import definition
-from sj_tac.runtime.drives import Drive
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("kind", NEURONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_gives_what_the_definition_gives(kind, pool, dtype):
+def clip(*shape, seed=3):
+    return (torch.rand(shape or (6, 2, 2, 8, 8), generator=torch.Generator().manual_seed(seed)) < 0.4).float()
+
+
+def converted(kind="LIF", pool="none", layers=3, k=2):
     torch.manual_seed(0)
-    net = sj_tac.convert(awake(NEURONS[kind], POOLS[pool], 2).to(dtype), "preserve", 2)
+    return sj_tac.convert(awake(NEURONS[kind], POOLS[pool], layers), "preserve", k)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pool", "dtype"),
+    [
+        *(("LIF", pool, torch.float32) for pool in POOLS),
+        *((kind, "none", torch.float32) for kind in NEURONS if kind != "LIF"),
+        ("LIF", "none", torch.float64),
+    ],
+)
+def test_it_gives_what_the_definition_gives(kind, pool, dtype):
+    net = converted(kind, pool, 2).to(dtype)
     for shape in ((6, 2, 2, 16, 16), (5, 2, 2, 16, 16), (6, 3, 2, 8, 12)):
-        rate = compare(net, (torch.rand(shape) < 0.4).to(dtype))
-        assert 0.02 < rate < 0.9
+        assert 0.02 < compare(net, clip(*shape).to(dtype)) < 0.9
     # Three shapes in two layers, unless the pool is one of the other kernels'.
     assert launches(net) == (0 if pool in ("average", "3x3") else 6)
-
-
-@pytest.mark.parametrize("pool", ["none", "2x2", "3x3"])
-def test_channels_last(pool):
-    torch.manual_seed(0)
-    net = sj_tac.convert(awake(pool=POOLS[pool], layers=2).to(memory_format=torch.channels_last), "preserve", 2)
-    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
-    assert compare(net, x) > 0.02
-    last = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (6, 2))
-    assert compare(net, last) > 0.02
-    assert launches(net) >= 2
+    if kind == "LIF" and pool != "average":
+        net, x = net.to(memory_format=torch.channels_last), clip(6, 2, 2, 16, 16).to(dtype)
+        assert compare(net, x) > 0.02
+        assert compare(net, x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (6, 2))) > 0.02
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("pool", ["none", "2x2", "3x3, channels_last"])
-def test_what_changes_between_two_calls_is_seen(change, pool):
-    torch.manual_seed(0)
-    pool, _, last = pool.partition(", ")
-    net = awake(pool=POOLS[pool])
-    net = sj_tac.convert(net.to(memory_format=torch.channels_last) if last else net, "preserve", 2)
-    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+def test_what_changes_between_two_calls_is_seen(change):
+    net, x = converted(pool="2x2" if "pool" in change else "none"), clip()
     compare(net, x)
     with torch.no_grad():
         before = net(x).clone()
@@ -57,110 +57,109 @@ def test_what_changes_between_two_calls_is_seen(change, pool):
         assert not torch.equal(before, after)
 
 
-def test_a_plifs_time_constant_written_through_data():
+@pytest.mark.parametrize(
+    ("name", "how", "value", "later"),
+    [
+        ("tau", "buffer", 2.0, 5.0), ("v_reset", "parameter", 0.0, -0.5), ("v_threshold", "buffer", 1.0, 0.6),
+        ("decay_input", "tensor", True, False),
+    ],
+)  # fmt: skip
+def test_numbers_that_a_neuron_holds_elsewhere(name, how, value, later):
+    net, x = converted(), clip()
+    for node in each(net, neuron.BaseNode):
+        del node.__dict__[name]
+        if how == "tensor":
+            setattr(node, name, torch.tensor(value))
+        elif how == "buffer":
+            node.register_buffer(name, torch.tensor(value))
+        else:
+            node.register_parameter(name, nn.Parameter(torch.tensor(value), requires_grad=False))
+    before = compare(net, x)
+    assert before > 0.01
+    for node in each(net, neuron.BaseNode):
+        getattr(node, name).data.fill_(later)
+    assert compare(net, x) != before
+
+
+class Shifted(nn.Module):
+    by = 0.0
+
+    def forward(self, w):
+        return w + self.by
+
+
+@pytest.mark.parametrize("how", ["through .data", "parametrized", "a plain tensor", "learned weights"])
+def test_weights_that_hang_on_parameters_follow_them(how, monkeypatch):
     torch.manual_seed(0)
-    net = sj_tac.convert(awake(NEURONS["PLIF"]), "preserve", 2)
-    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+    weights = "learned" if how == "learned weights" else "decay"
+    net = sj_tac.convert(awake(NEURONS["PLIF"]), {"default": {"mode": "preserve", "k": 2, "weights": weights}})
+    for node in each(net, neuron.BaseNode):
+        if how == "parametrized":
+            parametrize.register_parametrization(node, "w", Shifted())
+        elif how == "a plain tensor":
+            w = node.w.detach().clone()
+            del node._parameters["w"]
+            node.w = w
+    before = compare(net, clip())
+    monkeypatch.setattr(Shifted, "by", -2.0)
+    for conv, node in zip(each(net, nn.Conv2d), each(net, neuron.BaseNode), strict=True):
+        if how == "learned weights":
+            conv.tac_logits.data.copy_(torch.linspace(3.0, 0.0, conv.tac_logits.numel()))
+        elif how != "parametrized":
+            node.w.data.sub_(2.0)
+    assert compare(net, clip()) != before
+
+
+@pytest.mark.parametrize("patched", [nn.Conv2d, layer.Conv2d, neuron.LIFNode])
+def test_a_class_whose_forward_is_patched(patched, monkeypatch):
+    net, x, calls = converted(), clip(), []
     compare(net, x)
-    with torch.no_grad():
-        before = net(x).clone()
-        for node in each(net, neuron.BaseNode):
-            node.w.data.fill_(1.5)
-        functional.reset_net(net)
-        assert not torch.equal(before, net(x))
-    assert compare(net, x) > 0.02
-
-
-def test_a_state_of_the_users_own_is_taken():
-    torch.manual_seed(0)
-    net = sj_tac.convert(awake(), "preserve", 2)
-    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
-    v = [torch.rand(2, 8, 16, 16) for _ in range(3)]
-    found = []
+    forward = patched.forward
+    monkeypatch.setattr(patched, "forward", lambda self, *a: (calls.append(1), forward(self, *a))[1])
     with torch.no_grad():
         net(x)
-        for way in (None, definition):
-            functional.reset_net(net)
-            for node, state in zip(each(net, neuron.BaseNode), v, strict=True):
-                node.v = state.clone() if way else state.clone().contiguous(memory_format=torch.channels_last)
-            if way:
-                with way(net):
-                    found.append(net(x))
-            else:
-                found.append(net(x))
-    assert torch.equal(*found)
+    assert len(calls) == 3
 
 
-def test_frames_can_still_be_made():
-    """A hook that reads a unit's output gets the spikes of the call, also where the neuron has changed since."""
-    torch.manual_seed(0)
-    net = sj_tac.convert(awake(pool=POOLS["2x2"]), "preserve", 2)
-    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
-    values, expected = [], []
-    with torch.no_grad():
-        net(x)
-        functional.reset_net(net)
-        hook = net[2].register_forward_hook(lambda m, a, out: values.append(out))
-        net(x)
-        hook.remove()
-        net[2].v_threshold = 0.2
-        functional.reset_net(net)
-        read = values[0][:]
-        net[2].v_threshold = 1.0
-        hook = net[2].register_forward_hook(lambda m, a, out: expected.append(out.clone()))
-        with definition(net):
-            net(x)
-        hook.remove()
-    assert torch.equal(read, expected[0])
-
-
-def test_gradients_after_calls_without():
-    """Calls of both kinds take turns: the one with gradients is not the short way."""
-    torch.manual_seed(0)
-    net = sj_tac.convert(awake(), "preserve", 2)
-    sj_tac.freeze_bn(net)
-    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
+def test_a_norm_of_other_channels_has_words():
+    net, x = converted(), clip()
     compare(net, x)
-    gradients = []
+    for name, value in (("running_mean", torch.zeros(4)), ("running_var", torch.ones(4))):
+        net[1]._buffers[name] = value
+    for name in ("weight", "bias"):
+        net[1]._parameters[name] = nn.Parameter(torch.ones(4))
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=r"scale|size of tensor"):
+        net(x)
+
+
+@pytest.mark.parametrize(
+    "surrogate_function", [surrogate.LeakyKReLU(), surrogate.Sigmoid(spiking=False)], ids=["spikes", "none"]
+)
+def test_other_surrogates(surrogate_function):
+    torch.manual_seed(0)
+    net = awake(lambda: neuron.LIFNode(surrogate_function=surrogate_function))
+    compare(sj_tac.convert(net, "preserve", 2), clip(), exact=surrogate_function.spiking)
+
+
+def test_calls_with_gradients_in_inference_mode_and_without_take_turns():
+    net, x, gradients = converted("PLIF"), clip(), []
+    with torch.inference_mode():
+        first = net(x).clone()
+    functional.reset_net(net)
+    with definition(net), torch.no_grad():
+        assert torch.equal(first, net(x))
+    compare(net, x)
     net.train()  # the older host has no gradients in eval mode
-    for way in (None, definition):
+    sj_tac.freeze_bn(net)
+    for defined in (False, True):
         functional.reset_net(net)
         net.zero_grad()
-        if way:
-            with way(net):
+        if defined:
+            with definition(net):
                 net(x).mean().backward()
         else:
             net(x).mean().backward()
         gradients.append([p.grad.clone() for p in net.parameters()])
-    assert max(g.abs().max() for g in gradients[0]) > 0
+    assert all(g.abs().max() > 0 for g in gradients[0])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_few_frames_of_python_from_the_conv_to_the_kernel():
-    torch.manual_seed(0)
-    x = (torch.rand(6, 1, 2, 4, 4) < 0.4).float()
-    for k in (1, 2):
-        assert frames_to_kernel(sj_tac.convert(awake(), "preserve", k), x) <= 40
-
-
-@pytest.mark.parametrize("weights", ["decay", "learned"])
-def test_weights_that_hang_on_parameters_are_made_once_for_the_same_numbers(weights, monkeypatch):
-    torch.manual_seed(0)
-    policy = {"default": {"mode": "preserve", "k": 2, "weights": weights}}
-    net = sj_tac.convert(awake(NEURONS["PLIF"]), policy)
-    x = (torch.rand(6, 2, 2, 16, 16) < 0.4).float()
-    compare(net, x)
-    made, sums = [], Drive._sums
-    monkeypatch.setattr(Drive, "_sums", lambda self, *a: (made.append(1), sums(self, *a))[1])
-    with torch.no_grad():
-        before = net(x).clone()
-        functional.reset_net(net)
-        assert not made
-        for name, p in net.named_parameters():
-            if name.endswith((".w", "tac_logits")):
-                p.data[...] = torch.linspace(1.5, 0.2, p.numel()).reshape(p.shape)
-        assert not torch.equal(before, net(x))
-        assert made
-    monkeypatch.undo()
-    assert compare(net, x) > 0.02

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import torch
 from support import csnn, frames
 from torch import nn
@@ -33,19 +30,7 @@ def cost(net: nn.Module) -> float:
         return COUNTED + total_macs(sj_tac.plan(net, "keep", example_input=X[:, :1]).verdicts)[1]
 
 
-def run(log: str | None = None, pause: float = 0.0, **options: object) -> sj_tac.Policy:
+def run(log: object = None, **options: object) -> sj_tac.Policy:
     net = csnn()
-
-    def slow_cost(converted: nn.Module) -> float:
-        time.sleep(pause)
-        return cost(converted)
-
-    slow_cost.__qualname__ = "cost"
     given = {"max_drop": 0.1, "ks": (1, 2, 4, 8), "backend": "reference", "progress": False, "match": False} | options
-    return sj_tac.search(net, [(X, labels(net))], log=log, cost=slow_cost, **given)
-
-
-def save(log: Path, out: Path, pause: float = 0.0) -> None:
-    """A search in a process of its own."""
-    torch.set_num_threads(1)
-    run(str(log), pause).save(out)
+    return sj_tac.search(net, [(X, labels(net))], log=log, cost=cost, **given)

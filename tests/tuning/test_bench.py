@@ -2,30 +2,34 @@
 
 import json
 
+import costs
 import pytest
 import torch
-from support import csnn, frames, only_v2
+from support import csnn, frames, only_v2, time_by_k
 
 import sj_tac
 from sj_tac.errors import BatchError, ModelTypeError, PolicyError
-from sj_tac.support import memory
+from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.bench import FOLDED, SOURCE, bench
+from sj_tac.tuning.measure import in_turns, scores, seconds_afresh
 
-X = frames(6, 12, 2, 8, 8)
+X = frames(6, 12, 2, 8, 8, dtype=torch.float64)
 LABELS = torch.arange(12) % 3
 
 
 @pytest.fixture(scope="module")
 def found():
     rows = {"k=2": ("preserve", 2), "mine": ({"default": {"mode": "collapse", "k": 3}}, 2)}
-    return bench(csnn(), [(X[:, :6], LABELS[:6]), (X[:, 6:], LABELS[6:])], rows, title="net", rounds=1, progress=False)
+    return bench(
+        csnn().double(), [(X[:, :6], LABELS[:6]), (X[:, 6:], LABELS[6:])], rows, title="net", rounds=1, progress=False
+    )
 
 
 @torch.no_grad()
 def test_accuracy_agreement_and_macs_are_their_definitions(found):
-    source = csnn()
+    source = csnn().double()
     said = source(X).mean(0).argmax(1)
-    fast = sj_tac.convert(csnn(), "preserve", 2, example_input=X[:, :1])
+    fast = sj_tac.convert(csnn().double(), "preserve", 2, example_input=X[:, :1])
     got = fast(X).mean(0).argmax(1)
     assert found[SOURCE].accuracy == pytest.approx((said == LABELS).double().mean().item())
     assert found[SOURCE].agreement == 1
@@ -45,6 +49,25 @@ def test_speed_ups_are_over_the_fastest_of_the_hosts_rows(found):
         assert row.host == (row.name in (SOURCE, FOLDED))
 
 
+def test_times_are_of_runs_in_turns_each_after_a_run_of_its_own():
+    order = []
+    runs = {name: lambda name=name: order.append(name) for name in "ab"}
+    taken = in_turns(runs, 2, again=True)
+    assert order == ["a", "a", "b", "b"] * 2
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2}
+    assert in_turns(runs, 2, until=0.0) == {"a": [], "b": []}
+
+
+def test_nets_are_made_afresh_and_fast_ones_have_more_rounds():
+    made = []
+    nets = {name: lambda name=name: made.append(name) or torch.nn.Identity() for name in ("slow", "fast")}
+    taken = seconds_afresh(nets, X, 3, "slow")
+    assert made == ["slow", "fast"] * 3
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"slow": 3, "fast": 15}
+    taken = seconds_afresh(nets, X, 3, "slow", until=0.0)
+    assert {name: len(seconds) for name, seconds in taken.items()} == {"slow": 1, "fast": 1}
+
+
 def test_table_json_and_picture(found, tmp_path):
     for words in ("agreement %", "firing rate", "k=2", "mine", "fastest SpikingJelly row"):
         assert words in str(found)
@@ -52,33 +75,41 @@ def test_table_json_and_picture(found, tmp_path):
     assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == len(found.rows)
 
 
-def test_the_table_names_the_memory_mode(monkeypatch):
-    monkeypatch.setattr(memory, "_SAID", ["kept"])
-    found = bench(csnn(), X, {}, rounds=1, progress=False)
-    assert found.machine["memory"] == "kept"
-    assert "Memory mode: kept." in " ".join(str(found).split())
-
-
-def test_without_labels_there_is_no_accuracy_and_bad_input_is_named(tmp_path):
-    bare = bench(csnn(), X, {"k=2": ("preserve", 2)}, rounds=1, progress=False)
+def test_without_labels_there_is_no_accuracy_and_bad_input_is_named(tmp_path, monkeypatch):
+    time_by_k(monkeypatch)
+    bare = bench(csnn().double(), X, {"k=2": ("preserve", 2)}, rounds=1, progress=False)
     assert bare["k=2"].accuracy is None
     assert "-" in str(bare)
     bare.save(tmp_path / "b.json")
-    with pytest.raises(PolicyError, match=rf"two rows are named '{SOURCE}'"):
-        bench(csnn(), X, {SOURCE: ("preserve", 2)}, progress=False)
+    for error, words, policies in (
+        (PolicyError, rf"two rows are named '{SOURCE}'", {SOURCE: ("preserve", 2)}),
+        (PolicyError, "are a list", "preserve:2"),
+        (PolicyError, "has no name", [{"default": {"k": 2}}]),
+        (PolicyError, "after a colon", ["preserve:x"]),
+    ):
+        with pytest.raises(error, match=words):
+            bench(csnn().double(), X, policies, rounds=1, progress=False)
     with pytest.raises(PolicyError, match="rounds=0"):
-        bench(csnn(), X, {}, rounds=0)
+        bench(csnn().double(), X, {}, rounds=0)
+    with pytest.raises(PolicyError, match="time_limit=0 must be positive"):
+        bench(csnn().double(), X, {}, time_limit=0)
     with pytest.raises(ModelTypeError):
         bench(None, X, {})
     with pytest.raises(BatchError, match="there are no batches"):
-        bench(csnn(), [], {})
+        bench(csnn().double(), [], {})
 
 
-def test_conversions_are_matched_as_by_hand():
-    from sj_tac.tuning.batches import Batch
-    from sj_tac.tuning.measure import scores
+def test_rows_are_named_by_what_was_asked_for(tmp_path, monkeypatch):
+    time_by_k(monkeypatch)
+    sj_tac.Policy.from_dict({"default": {"k": 4}}).save(tmp_path / "p.yaml")
+    found = bench(csnn(), costs.X, ["preserve:2", tmp_path / "p.yaml"], rounds=1, progress=False)
+    assert [row.name for row in found.rows][-2:] == ["preserve k=2", str(tmp_path / "p.yaml")]
+    assert found[str(tmp_path / "p.yaml")].macs * 2 == found["preserve k=2"].macs
 
-    source, rows = csnn(), {"k=4": ("preserve", 4)}
+
+def test_conversions_are_matched_as_by_hand(monkeypatch):
+    time_by_k(monkeypatch)
+    source, rows = csnn().double(), {"k=4": ("preserve", 4)}
     plain = bench(source, X, rows, rounds=1, progress=False)["k=4"]
     matched = bench(source, X, rows, rounds=1, progress=False, match=1 - X)["k=4"]
     net = sj_tac.convert(source, "preserve", 4)

@@ -7,11 +7,11 @@ import matched
 import pytest
 import torch
 from matched import narrow
-from support import csnn, frames, same_state
+from support import csnn, frames, same_state, time_by_k
 
 import sj_tac
 from sj_tac.errors import MeasurementInterrupted
-from sj_tac.tuning import bench, diagnosis, matching, measure, reordering, sensitivity
+from sj_tac.tuning import bench, diagnosis, fitting, matching, measure, reordering, sensitivity
 
 X = frames(6, 16, 2, 8, 8)
 LABELS = torch.arange(16) % 3
@@ -19,7 +19,8 @@ LABELS = torch.arange(16) % 3
 
 @pytest.fixture
 def stop(monkeypatch):
-    """Ctrl-C in the n-th call of a function."""
+    """Ctrl-C in the n-th call of a function; times are those of ``time_by_k``."""
+    time_by_k(monkeypatch)
 
     def at(holder, name, number):
         run, calls = getattr(holder, name), []
@@ -46,38 +47,22 @@ def settings(**more):
     return sj_tac.sensitivity(csnn(), X, ks=(2, 3), rounds=1, progress=False, **more)
 
 
-def test_sensitivity_has_the_settings_that_were_measured(stop, tmp_path):
-    whole = settings()
-    stop(sensitivity, "_effect", 7)
-    found, said = ended(settings)
-    assert said == "sensitivity was interrupted after 6 of 12 settings"
-    assert found.interrupted
-    assert not whole.interrupted
-    assert [(e.layer, e.mode, e.k, e.disagreement, e.kl, e.drift) for e in found.effects] == [
-        (e.layer, e.mode, e.k, e.disagreement, e.kl, e.drift) for e in whole.effects[:6]
-    ]
-    assert "interrupted" in str(found)
-    found.save(tmp_path / "found.json")
-    assert json.loads((tmp_path / "found.json").read_text())["interrupted"] is True
-    assert (tmp_path / "found.png").exists()
-
-
-def test_what_was_not_measured_is_no_refusal_in_the_heat_map(stop, tmp_path, monkeypatch):
+def test_sensitivity_has_the_settings_that_were_measured(stop, tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    told = []
-    monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **how: told.append(text))
+    whole, told = settings(), []
     stop(sensitivity, "_effect", 6)
-    found, _ = ended(settings)
-    found.save(tmp_path / "found.json")
-    # Of two layers four settings each, in two maps; three are missing.
+    found, said = ended(settings)
+    assert said == "sensitivity was interrupted after 5 of 12 settings"
+    assert (found.interrupted, whole.interrupted) == (True, False)
+    assert found.effects == whole.effects[:5]
+    assert "interrupted" in str(found)
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, text, **how: told.append(text))
+    assert found.save(tmp_path / "found.json").exists()
+    assert json.loads((tmp_path / "found.json").read_text())["interrupted"] is True
+    # Of two layers four settings each, in two maps; three were not measured, which is no refusal.
     assert told.count("") == 2 * 3
     assert "refused" not in told
-
-
-def test_sensitivity_has_nothing_before_the_first(stop):
-    stop(sensitivity, "milliseconds", 1)
-    assert ended(settings) == (None, "sensitivity was interrupted before a layer was measured")
 
 
 def rows():
@@ -103,14 +88,28 @@ def test_bench_has_the_rows_that_were_finished(stop, tmp_path, holder, name, num
     assert all((r.ms is not None and r.speedup is not None) is timed for r in found.rows)
     assert found.interrupted
     assert "(interrupted)" in str(found)
-    found.save(tmp_path / "rows.json")
+    assert found.save(tmp_path / "rows.json").exists()
     assert json.loads((tmp_path / "rows.json").read_text())["rows"][0]["ms"] == found.rows[0].ms
-    assert (tmp_path / "rows.png").exists()
 
 
-def test_bench_has_nothing_before_the_first_row(stop):
-    stop(bench, "scores", 1)
-    assert ended(rows) == (None, "bench was interrupted before a row was finished")
+@pytest.mark.parametrize(
+    ("holder", "name", "call", "said"),
+    [
+        (sensitivity, "milliseconds", settings, "sensitivity was interrupted before a layer was measured"),
+        (bench, "scores", rows, "bench was interrupted before a row was finished"),
+        (diagnosis, "_refuse_recording", lambda: sj_tac.diagnose(X), "diagnose was interrupted before a batch was seen"),
+    ],
+)
+def test_nothing_is_found_before_the_first(stop, holder, name, call, said):
+    stop(holder, name, 1)
+    assert ended(call) == (None, said)
+
+
+def test_an_interrupted_match_is_no_row_of_a_bench(stop):
+    stop(matching, "Fit", 2)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        sj_tac.bench(csnn(), X, ("preserve:2", "preserve:4"), rounds=1, match=X, progress=False)
+    assert type(raised.value) is KeyboardInterrupt
 
 
 def test_match_keeps_the_nearest_of_what_was_compared(stop):
@@ -130,12 +129,15 @@ def test_match_keeps_the_nearest_of_what_was_compared(stop):
     assert same_state(sj_tac.restore(fast), source)
 
 
-def test_match_leaves_the_net_as_it_was_before_the_first(stop):
-    source = csnn()
+@pytest.mark.parametrize("number", [1, 3])
+def test_match_leaves_the_net_as_it_was_before_the_first_method_is_whole(stop, number):
+    source = narrow()
     fast = sj_tac.convert(source, "preserve", 4)
-    stop(matching.Fit, "__call__", 1)
-    found, said = ended(lambda: sj_tac.match(fast, X, progress=False))
+    stop(fitting.Fit, "_to_moments", number)
+    found, said = ended(lambda: sj_tac.match(fast, matched.X, progress=False))
     assert (found, said) == (None, "match was interrupted before a method was compared; the net is as it was")
+    assert same_state(fast, source)
+    assert "matched" not in str(sj_tac.report(fast).notes)
     assert same_state(sj_tac.restore(fast), source)
 
 
@@ -154,15 +156,3 @@ def test_diagnose_says_what_the_batches_until_then_say(stop, holder, name, numbe
     assert found == replace(expected, interrupted=True)
     assert len(found.layers) == (0 if net is None else 3)
     assert "8 samples of T = 6, interrupted" in str(found)
-
-
-def test_diagnose_has_nothing_before_the_first(stop):
-    stop(diagnosis, "_refuse_recording", 1)
-    assert ended(lambda: sj_tac.diagnose(X)) == (None, "diagnose was interrupted before a batch was seen")
-
-
-def test_an_interrupted_match_is_no_candidate_of_a_bench(stop):
-    stop(matching, "Fit", 2)
-    with pytest.raises(KeyboardInterrupt) as raised:
-        sj_tac.bench(csnn(), X, ("preserve:2", "preserve:4"), rounds=1, match=X, progress=False)
-    assert type(raised.value) is KeyboardInterrupt

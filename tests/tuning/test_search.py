@@ -3,35 +3,39 @@
 import itertools
 import json
 import math
+from functools import cache
 
 import costs
 import pytest
 import torch
 from spikingjelly.activation_based import layer
-from support import csnn, frames, no_collapse, same_state
+from support import csnn, frames, no_collapse, same_state, time_by_k
 from torch import nn
 
 import sj_tac
 from rewrites.pipeline import convert_with
-from sj_tac.errors import BatchError, ConversionError, ModelTypeError, PolicyError, SearchError
-from sj_tac.tuning import measure
+from sj_tac.errors import BatchError, ConversionError, PolicyError, SearchError
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial, frontier
 from sj_tac.tuning.measure import scores
 
-KS = (1, 2, 4, 8)
+KS = (1, 2, 8)
+
+
+@cache
+def expected():
+    return scores(csnn(), [Batch(costs.X)])
 
 
 def closeness(net, batches):
     """Minus the squared error of the class scores: finer than a count of predictions, and it gets worse as k grows."""
     (frames, _) = batches[0]
-    with torch.no_grad():
-        return -(scores(net, [Batch(frames)]) - scores(csnn(), [Batch(frames)])).square().mean().item()
+    return -(scores(net, [Batch(frames)]) - expected()).square().mean().item()
 
 
 @pytest.fixture(scope="module")
 def everything():
-    """Metric and cost of all 4^3 preserve policies of the net."""
+    """Metric and cost of all 3^3 preserve policies of the net."""
     found = {}
     for ks in itertools.product(KS, repeat=3):
         rules = [{"match": name, "mode": "preserve", "k": k} for name, k in zip(("0", "4", "8"), ks, strict=True)]
@@ -45,33 +49,33 @@ def ks_of(policy):
     return tuple(rule.k for rule in policy.rules)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
 def test_it_is_near_the_best_of_all_policies_and_never_worse_than_a_uniform_one(everything, share):
     """``share``: how many of all policies are within the budget."""
-    drop = -sorted((m for m, _ in everything.values()), reverse=True)[round(share * 63)]
-    policy = costs.run(max_drop=drop, modes=("preserve",), metric=closeness)
+    drop = -sorted((m for m, _ in everything.values()), reverse=True)[round(share * 26)]
+    policy = costs.run(max_drop=drop, ks=KS, modes=("preserve",), metric=closeness)
     metric, cost = everything[ks_of(policy)]
     assert metric >= -drop - 1e-9
     fitting = {ks: c for ks, (m, c) in everything.items() if m >= -drop - 1e-9}
     assert cost <= min(c for ks, c in fitting.items() if len(set(ks)) == 1)
-    # Of 64 policies it may miss the best, not the best few.
-    assert sum(c < cost for c in fitting.values()) <= 2
-    assert len(policy.evidence.trials) < 40
+    # Of 27 policies it may miss the best, not the best two.
+    assert sum(c < cost for c in fitting.values()) <= 1
+    assert len(policy.evidence.trials) < 27
 
 
-@pytest.mark.parametrize("speedup", [1.2, 1.8, 2.5, 4.0])
+@pytest.mark.parametrize("speedup", [1.2, 2.5])
 def test_a_wanted_speed_gets_the_best_metric_at_it(everything, speedup):
-    policy = costs.run(speedup=speedup, modes=("preserve",), metric=closeness)
+    policy = costs.run(speedup=speedup, ks=KS, modes=("preserve",), metric=closeness)
     metric, cost = everything[ks_of(policy)]
     source = costs.cost(csnn())
     assert source / cost >= speedup
     fitting = {ks: m for ks, (m, c) in everything.items() if source / c >= speedup}
     assert metric >= max(m for ks, m in fitting.items() if len(set(ks)) == 1)
-    assert sum(m > metric for m in fitting.values()) <= 2
+    assert sum(m > metric for m in fitting.values()) <= 1
 
 
 def test_the_figures_in_the_evidence_are_those_of_the_nets(everything):
-    policy = costs.run(modes=("preserve",), metric=closeness)
+    policy = costs.run(ks=KS, modes=("preserve",), metric=closeness)
     source = costs.cost(csnn())
     for trial in policy.evidence.trials:
         choices = [text.split() for text in trial.choices.values()]
@@ -94,23 +98,6 @@ def test_what_is_measured_of_matched_candidates_is_what_a_matched_net_does():
         assert f"method='{chosen.matched}'" in " ".join(policy.evidence.notes)
         sj_tac.match(net, costs.X, method=chosen.matched, progress=False)
     assert closeness(net, [(costs.X, None)]) == pytest.approx(chosen.metric)
-    # What is matched is nearer by the divergence of the outputs, and mostly by this metric, too.
-    plain = costs.run(modes=("preserve",), metric=closeness).evidence
-    pairs = [
-        (t, plain[t.name])
-        for t in policy.evidence.trials
-        if t.matched == "moments" and t.name in {p.name for p in plain.trials}
-    ]
-    assert sum(a.metric > b.metric for a, b in pairs) > len(pairs) / 2
-
-
-def test_auto_matches_as_its_evidence_was_measured():
-    fast = sj_tac.convert(csnn(), "auto", calibration=iter([costs.X[:, :24], costs.X[:, 24:]]))
-    evidence = sj_tac.report(fast).evidence
-    chosen = evidence[evidence.chosen]
-    assert (f"matched by '{chosen.matched}'" in str(sj_tac.report(fast).notes)) == (chosen.matched != "none")
-    predictions = [scores(net, [Batch(costs.X)]).argmax(1) for net in (csnn(), fast)]
-    assert (predictions[0] == predictions[1]).double().mean().item() == pytest.approx(chosen.metric)
 
 
 def test_the_frontier_is_what_nothing_beats():
@@ -119,23 +106,36 @@ def test_the_frontier_is_what_nothing_beats():
         for i, (m, s) in enumerate([(0.9, 2), (0.8, 3), (0.85, 2), (0.9, 1), (0.7, 3), (0.5, 9)])
     ]
     assert [t.name for t in frontier([*trials, Trial({}, "no", False, refused="x")])] == ["5", "1", "0"]
-    evidence = costs.run().evidence
+    evidence = costs.run(ks=(1, 2, 8)).evidence
     best = evidence.frontier
     for trial in evidence.trials:
         assert trial.refused or any(b.speedup >= trial.speedup and b.metric >= trial.metric for b in best)
 
 
 def test_the_same_again_and_the_same_whatever_was_asked_before(tmp_path):
-    log = str(tmp_path / "log.jsonl")
-    first = costs.run(log)
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert len(lines) == 2 + len(first.evidence.trials)
-    again = costs.run(log)
-    assert again == first == costs.run()
-    assert (tmp_path / "log.jsonl").read_text().splitlines() == lines
-    other = costs.run(log, max_drop=0.3)
-    assert other == costs.run(max_drop=0.3)
+    log = tmp_path / "log.jsonl"
+    options = {"ks": (1, 2, 4), "modes": ("preserve",)}
+    first = costs.run(log, **options)
+    logged = log.read_text()
+    assert len(logged.splitlines()) == 2 + len(first.evidence.trials)
+    assert costs.run(log, **options) == first == costs.run(**options)
+    assert log.read_text() == logged
+    other = costs.run(log, max_drop=0.3, **options)
+    assert other == costs.run(max_drop=0.3, **options)
     assert ks_of(other) != ks_of(first)
+
+
+def test_the_same_net_is_tried_once_whatever_it_is_called():
+    """Behind a collapse by 4 a k of 1, 2 or 4 is one and the same net, in either mode."""
+    trials = costs.run(max_drop=2, ks=(1, 2, 4)).evidence.trials
+    assert "preserve 1" in [t.name for t in trials]
+    behind = set()
+    for trial in trials:
+        assert "collapse 1" not in trial.name
+        first, *rest = (choice.split() for choice in trial.choices.values())
+        if first == ["collapse", "4"] and all(rest) and not any(choice == ["keep"] for choice in rest):
+            behind.add(trial.name)
+    assert behind == {"collapse 4"}
 
 
 def test_measured_time_decides_between_finalists(monkeypatch, tmp_path):
@@ -167,6 +167,7 @@ def test_measured_time_decides_between_finalists(monkeypatch, tmp_path):
 
 
 def test_between_equal_times_the_metric_decides_but_never_for_what_is_slower_than_the_source(monkeypatch):
+    time_by_k(monkeypatch)
     x = frames(6, 12, 2, 8, 8)
 
     def final(one, two):
@@ -182,7 +183,8 @@ def test_between_equal_times_the_metric_decides_but_never_for_what_is_slower_tha
     assert final(9.0, 5.0) == "preserve 2"
 
 
-def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path):
+def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path, monkeypatch):
+    time_by_k(monkeypatch)
     net = csnn().train()
     net[2].register_forward_hook(lambda *args: pytest.fail("the user's hook ran"))
     policy = sj_tac.search(
@@ -201,7 +203,7 @@ def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path):
         assert words in " ".join(str(policy.evidence).split())
 
 
-def test_metrics_of_ones_own(monkeypatch):
+def test_metrics_of_ones_own():
     def spikes(net, batches):
         assert not net.training
         (frames,) = batches
@@ -210,10 +212,6 @@ def test_metrics_of_ones_own(monkeypatch):
     policy = sj_tac.search(csnn(), costs.X, metric=spikes, max_drop=1e9, ks=(1, 4), progress=False, cost=costs.cost)
     assert policy.evidence.metric.endswith("spikes")
     assert [r.k for r in policy.rules] == [4, 4, 4]
-    with pytest.raises(SearchError, match=r"metric .*returned nan .* must be a finite number"):
-        sj_tac.search(csnn(), costs.X, metric=lambda net, batches: math.nan, progress=False)
-    with pytest.raises(PolicyError, match=r"metric='acuracy': there are 'accuracy', 'agreement'"):
-        sj_tac.search(csnn(), costs.X, metric="acuracy", progress=False)
     # Without labels it is agreement, whatever is right.
     assert (
         sj_tac.search(csnn(), costs.X, max_drop=1, ks=(2,), cost=costs.cost, progress=False).evidence.metric == "agreement"
@@ -221,14 +219,12 @@ def test_metrics_of_ones_own(monkeypatch):
 
 
 def test_what_cannot_be_reached_is_said_with_the_nearest():
-    with pytest.raises(
-        SearchError, match=r"no policy has accuracy >= 1\.5000: the source has 1\.0000, and the best of \d+ tried"
-    ):
-        costs.run(max_drop=-0.5)
-    with pytest.raises(
-        SearchError, match=r"no policy reaches 1000x .* the fastest of \d+ tried is '(preserve|collapse) 8'"
-    ) as raised:
-        costs.run(speedup=1000)
+    options = {"ks": (1, 8)}
+    with pytest.raises(SearchError, match=r"no policy has accuracy >= 1\.5000: the source has 1\.0000, and the best of"):
+        costs.run(max_drop=-0.5, **options)
+    fastest = r"no policy reaches 1000x .* the fastest of \d+ tried is '(preserve|collapse) 8'"
+    with pytest.raises(SearchError, match=fastest) as raised:
+        costs.run(speedup=1000, **options)
     assert raised.value.evidence.trials
     assert costs.run(time_limit=1e-9).evidence.chosen == "preserve 1"  # one candidate is always measured
 
@@ -239,12 +235,6 @@ def test_a_time_limit_ends_it_with_the_best_so_far(monkeypatch):
     policy = costs.run(time_limit=8)
     assert "the time limit ended it" in policy.evidence.stopped
     assert 1 <= len(policy.evidence.trials) < 12
-
-
-def test_small_budgets_and_few_samples_are_noted():
-    notes = " ".join(costs.run(max_drop=0.001).evidence.notes)
-    assert "One of 48 samples is 0.0208 of accuracy" in notes
-    assert "less than one sample" in notes
 
 
 def test_refused_combinations_are_tried_once_and_never_chosen():
@@ -267,10 +257,12 @@ def test_a_layer_that_refuses_a_mode_is_searched_in_the_others():
         sj_tac.search(net, costs.X, modes=("collapse",), **(options | {"ks": (2,)}))
 
 
-def test_bad_input():
-    net, x = csnn(), frames(6, 4, 2, 8, 8)
-    cases = [
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
         (BatchError, 'metric="accuracy" needs labels', {"metric": "accuracy"}),
+        (PolicyError, r"metric='acuracy': there are 'accuracy', 'agreement'", {"metric": "acuracy"}),
+        (SearchError, r"metric .*returned nan .* must be a finite number", {"metric": lambda net, batches: math.nan}),
         (PolicyError, "max_drop=nan", {"max_drop": math.nan}),
         (PolicyError, r"speedup=0\.5 must be at least 1", {"speedup": 0.5}),
         (PolicyError, "time_limit=0 must be positive", {"time_limit": 0}),
@@ -278,22 +270,26 @@ def test_bad_input():
         (PolicyError, r"modes=\(\) leaves nothing", {"modes": ()}),
         (PolicyError, "layers", {"layers": ("convolution",)}),
         (PolicyError, "each a sequence", {"ks": 4}),
-    ]
-    for kind, message, options in cases:
-        with pytest.raises(kind, match=message):
-            sj_tac.search(net, x, progress=False, **options)
+        (PolicyError, "holdout=1", {"holdout": 1.0}),
+    ],
+)
+def test_bad_options(kind, message, options):
+    with pytest.raises(kind, match=message):
+        sj_tac.search(csnn(), frames(6, 4, 2, 8, 8), progress=False, **options)
+
+
+def test_nets_and_batches_that_cannot_be_searched():
     with pytest.raises(ConversionError, match="no chain of Sequential can be converted"):
-        sj_tac.search(nn.Sequential(layer.Conv2d(2, 3, 3, step_mode="m")), x, progress=False)
-    with pytest.raises(ModelTypeError):
-        sj_tac.search(None, x)
+        sj_tac.search(nn.Sequential(layer.Conv2d(2, 3, 3, step_mode="m")), costs.X, progress=False)
     with pytest.raises(ConversionError, match="cannot be converted again"):
-        sj_tac.search(sj_tac.convert(net), x)
+        sj_tac.search(sj_tac.convert(csnn()), costs.X)
     with pytest.raises(BatchError, match="there are no batches"):
-        sj_tac.search(net, iter([]))
+        sj_tac.search(csnn(), iter([]))
 
 
-def test_auto_diagnoses_searches_and_reports_the_evidence():
-    x = (torch.rand(8, 40, 2, 8, 8, generator=torch.Generator().manual_seed(0)) < 0.4).float()
+def test_auto_diagnoses_searches_and_gives_the_net_that_its_evidence_measured(monkeypatch):
+    time_by_k(monkeypatch)
+    x = frames(8, 40, 2, 8, 8)
     fast = sj_tac.convert(csnn(), "auto", calibration=(x[:, i : i + 20] for i in (0, 20)), example_input=x[:, :1])
     report = sj_tac.report(fast)
     assert report.converted
@@ -301,24 +297,19 @@ def test_auto_diagnoses_searches_and_reports_the_evidence():
     assert report.evidence.samples == 40
     assert report.to_dict()["evidence"]["chosen"] == report.evidence.chosen
     assert "Order is noise" in str(report)
-    with torch.no_grad():
-        agreed = (fast(x).mean(0).argmax(1) == csnn()(x).mean(0).argmax(1)).double().mean()
+    chosen = report.evidence[report.evidence.chosen]
+    assert (f"matched by '{chosen.matched}'" in str(report.notes)) == (chosen.matched != "none")
+    parts = [Batch(x[:, i : i + 20]) for i in (0, 20)]
+    predictions = [scores(net, parts).argmax(1) for net in (csnn(), fast)]
+    agreed = (predictions[0] == predictions[1]).double().mean().item()
+    assert agreed == pytest.approx(chosen.metric)
     assert agreed >= 0.99
     assert sj_tac.set_k(fast, 2).evidence is None
     assert "evidence" not in sj_tac.report(sj_tac.convert(csnn())).to_dict()
 
 
 def test_linear_layers_are_searched_where_they_are_asked_for():
-    policy = sj_tac.search(
-        csnn(),
-        costs.X,
-        layers=("conv", "linear"),
-        max_drop=1,
-        ks=(1, 2),
-        cost=costs.cost,
-        backend="reference",
-        progress=False,
-    )
+    policy = costs.run(layers=("conv", "linear"), max_drop=1, ks=(1, 2))
     assert [r.match for r in policy.rules] == ["0", "4", "8", "12"]
     assert [v.k for v in sj_tac.report(sj_tac.convert(csnn(), policy)).converted] == [2, 2, 2, 2]
 
@@ -332,10 +323,3 @@ def test_auto_says_what_it_needs():
         sj_tac.convert(csnn(), "auto", 4, calibration=costs.X)
     with pytest.raises(PolicyError, match=r'policy="auto" is measured'):
         sj_tac.plan(csnn(), "auto")
-
-
-def test_times_are_of_runs_in_turns_each_after_a_run_of_its_own():
-    order = []
-    taken = measure.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, again=True)
-    assert order == ["a", "a", "b", "b"] * 2
-    assert {name: len(seconds) for name, seconds in taken.items()} == {"a": 2, "b": 2}

@@ -1,0 +1,247 @@
+"""Apply small faults to copies of the package, one at a time, and list those that the quick suite does not notice.
+
+    pip install -e ".[mutants]"
+    python tests/mutants.py --seed 1
+
+A fault is one of cosmic-ray's mutations (KINDS below), at a place drawn by the seed: each operator, number, condition and
+``except`` of the package's Python is as likely as any other. First the quick suite runs once under coverage, which tells for
+each line the tests that execute it. Then each fault meets the tests that concern it (``concerned``): those that execute its
+line, up to ``--budget`` seconds of them, of as many files as there are. A fault is killed when one of them fails, and when
+one of them runs ten times as long as the whole budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+
+import parso.python.tree  # noqa: F401  (before cosmic_ray: its operators import parso in a circle otherwise)
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+from coverage import CoverageData
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = "sj_tac", "rewrites"
+
+# cosmic-ray's operators that are used. Each comparison becomes its negation or moves its boundary; each arithmetic operator
+# becomes its counterpart. Left out are replacements that no Python programmer would type (``a << b`` for ``a - b``).
+COMPARISONS = {
+    "Eq": ["NotEq"], "NotEq": ["Eq"], "Is": ["IsNot"], "IsNot": ["Is"],
+    "Lt": ["LtE", "GtE"], "LtE": ["Lt", "Gt"], "Gt": ["GtE", "LtE"], "GtE": ["Gt", "Lt"],
+}  # fmt: skip
+ARITHMETIC = {
+    "Add": "Sub", "Sub": "Add", "Mul": "Div", "Div": "Mul", "FloorDiv": "Div", "Mod": "Mul", "Pow": "Mul",
+    "BitAnd": "BitOr", "BitOr": "BitAnd", "LShift": "RShift", "RShift": "LShift",
+}  # fmt: skip
+KINDS = [
+    *(f"core/ReplaceComparisonOperator_{before}_{after}" for before, found in COMPARISONS.items() for after in found),
+    *(f"core/ReplaceBinaryOperator_{before}_{after}" for before, after in ARITHMETIC.items()),
+    "core/ReplaceUnaryOperator_USub_UAdd", "core/ReplaceUnaryOperator_Delete_Not", "core/AddNot",
+    "core/ReplaceAndWithOr", "core/ReplaceOrWithAnd", "core/ReplaceTrueWithFalse", "core/ReplaceFalseWithTrue",
+    "core/NumberReplacer", "core/ZeroIterationForLoop", "core/ExceptionReplacer",
+    "core/ReplaceBreakWithContinue", "core/ReplaceContinueWithBreak",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The ``occurrence``-th place in ``file`` where the operator ``kind`` applies."""
+
+    file: str
+    kind: str
+    occurrence: int
+    line: int
+
+    def code(self) -> str:
+        """Return the file's text with the fault in it."""
+        changed = mutate_code((ROOT / self.file).read_text(), get_operator(self.kind)(), self.occurrence)
+        assert changed is not None, self
+        return str(changed)
+
+    def describe(self) -> str:
+        before, after = (ROOT / self.file).read_text().splitlines(), self.code().splitlines()
+        old, new = next(((a, b) for a, b in zip(before, after, strict=False) if a != b), ("", ""))
+        return f"{self.file}:{self.line}  {self.kind.split('/')[1]}\n      - {old.strip()}\n      + {new.strip()}"
+
+
+def unread(tree: ast.Module) -> set[int]:
+    """Return the lines that evaluate nothing: those where an annotation begins, and blocks for type checkers alone."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines |= {node.returns.lineno} if node.returns else set()
+        elif isinstance(node, (ast.arg, ast.AnnAssign)):
+            lines |= {node.annotation.lineno} if node.annotation else set()
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def draw(seed: int, count: int) -> list[Fault]:
+    """Return ``count`` faults at different places, drawn by the seed."""
+    places: dict[tuple[str, tuple[int, int]], list[Fault]] = defaultdict(list)
+    for file in sorted(p for package in PACKAGES for p in ROOT.joinpath(package).rglob("*.py")):
+        text, name = file.read_text(), str(file.relative_to(ROOT))
+        nodes, skipped = list(ast_nodes(get_ast(text))), unread(ast.parse(text))
+        for kind in KINDS:
+            operator = get_operator(kind)()
+            starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
+            for occurrence, start in enumerate(starts):
+                if start[0] not in skipped:
+                    places[name, start].append(Fault(name, kind, occurrence, start[0]))
+    generator = random.Random(seed)
+    return [generator.choice(places[place]) for place in generator.sample(sorted(places), count)]
+
+
+def environment(checkout: Path, **more: str) -> dict[str, str]:
+    """Return variables with which Python imports the package from ``checkout`` and leaves no bytecode of a fault there."""
+    path = os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
+def trace(folder: Path) -> None:
+    """Run the quick suite of ``folder/checkout`` under coverage; write ``folder/.coverage`` and ``folder/times.xml``."""
+    checkout, where = folder / "checkout", {"COVERAGE_FILE": str(folder / ".coverage"), "COVERAGE_CORE": "ctrace"}
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={folder / 'times.xml'}"]
+    command += ["--cov-context=test", "--cov-report=", *(f"--cov={package}" for package in PACKAGES)]
+    # Some tests fail because they are traced (they count calls or seconds): they concern no fault.
+    subprocess.run(command, cwd=checkout, env=environment(checkout, **where), check=False)
+
+
+def passed(folder: Path) -> dict[str, float]:
+    """Return the seconds of each test that passed under coverage, by its id."""
+    times = {}
+    for case in ElementTree.parse(folder / "times.xml").iter("testcase"):
+        if case.find("failure") is None and case.find("error") is None and case.find("skipped") is None:
+            file = case.attrib["classname"].replace(".", "/") + ".py"
+            times[f"{file}::{case.attrib['name']}"] = float(case.attrib["time"])
+    return times
+
+
+class Concerned:
+    """Which tests concern a fault, from the traced run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = CoverageData(str(folder / ".coverage"))
+        self.data.read()
+        self.checkout = folder / "checkout"
+        self.times = passed(folder)
+
+    @cache  # noqa: B019  (one object a process)
+    def lines(self, file: str) -> dict[int, set[str]]:
+        """Return the tests that execute each line of a file."""
+        found = self.data.contexts_by_lineno(str(self.checkout / file))
+        return {line: {c.partition("|")[0] for c in contexts} & self.times.keys() for line, contexts in found.items()}
+
+    def of(self, fault: Fault, budget: float) -> list[str]:
+        """Return tests in the order in which to run them: quick ones first, of all files in turn, ``budget`` seconds in all.
+
+        What runs when a module is imported, and what Numba compiles, is executed by no test's own line: there, and in an
+        unexecuted line, it is the tests of the file, and of a file that no test reaches, those of its folder.
+        """
+        lines = self.lines(fault.file)
+        tests = lines.get(fault.line) or set().union(*lines.values()) if lines else set()
+        if not tests:
+            folder = fault.file.split("/")[1]
+            tests = {t for t in self.times if t.startswith(f"tests/{folder}/")}
+        files: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(tests, key=lambda test: (self.times[test], test)):
+            files[test.partition("::")[0]].append(test)
+        chosen, seconds = [], 0.0
+        turns = sorted(files.values(), key=lambda found: self.times[found[0]])
+        for turn in range(max(map(len, turns), default=0)):
+            for found in turns:
+                if turn < len(found) and seconds + self.times[found[turn]] <= budget:
+                    chosen.append(found[turn])
+                    seconds += self.times[found[turn]]
+        return chosen
+
+
+def run(fault: Fault, tests: list[str], checkout: Path, budget: float) -> str:
+    """Return how the tests end on a checkout with the fault: the first that fails, or '' where none does."""
+    file, text = checkout / fault.file, (ROOT / fault.file).read_text()
+    before = file.stat()
+    names = checkout / "tests-of-this-fault.txt"
+    names.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", f"@{names}"]
+    with tempfile.TemporaryDirectory() as compiled:
+        # What Numba makes of a fault is not kept beside what it has made of the package.
+        more = {"NUMBA_CACHE_DIR": compiled} if "/kernels/" in fault.file else {}
+        try:
+            file.write_text(fault.code())
+            done = subprocess.run(
+                command, cwd=checkout, env=environment(checkout, **more), capture_output=True, text=True, timeout=10 * budget
+            )
+        except subprocess.TimeoutExpired:
+            return "(too slow)"
+        finally:
+            file.write_text(text)
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if done.returncode == 0:
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].partition(" - ")[0] if failed else (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--count", type=int, default=100, help="how many faults (default 100)")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the faults to try, as printed; all by default")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests that a fault meets (default 60)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--folder", type=Path, help="where copies and the traced run are kept, and found again")
+    given = parser.parse_args()
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="mutants-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    checkouts: SimpleQueue[Path] = SimpleQueue()
+
+    def copy(name: str) -> Path:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        return Path(
+            shutil.copytree(ROOT, folder / name, ignore=shutil.ignore_patterns(".git", ".ci", ".hypothesis", "site"))
+        )
+
+    if not (folder / "times.xml").exists():
+        copy("checkout")
+        print("tracing the quick suite ...", flush=True)
+        trace(folder)
+    for number in range(given.processes):
+        checkouts.put(copy(f"copy{number}"))
+    faults, concerned = draw(given.seed, given.count), Concerned(folder)
+    chosen = [i for i in range(given.count) if not given.only or i in given.only]
+
+    def attempt(number: int) -> tuple[int, int, str]:
+        tests, checkout = concerned.of(faults[number], given.budget), checkouts.get()
+        try:
+            return number, len(tests), run(faults[number], tests, checkout, given.budget) if tests else ""
+        finally:
+            checkouts.put(checkout)
+
+    survived = []
+    with ThreadPoolExecutor(given.processes) as pool:
+        for number, tests, end in pool.map(attempt, chosen):
+            print(f"{number:3d} {'killed  ' if end else 'SURVIVED'} {faults[number].describe()}", flush=True)
+            print(f"      {end or f'{tests} tests passed'}", flush=True)
+            if not end:
+                survived.append(number)
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} killed; survived: {' '.join(map(str, survived)) or 'none'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
