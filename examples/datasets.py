@@ -18,16 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from event_files import DataError as DataError, check_archive, checked
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 SHIPPED_DIGITS = HERE / "data" / "mnist_test_1000.npz"
 SHIPPED_EVENTS = HERE / "data" / "nmnist_test_100.npz"
 SENSOR = 34  # N-MNIST's ATIS crops are 34 x 34 pixels
-
-
-class DataError(ValueError):
-    """Data that is missing or damaged: the file, what is wrong with it, and what to do."""
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -90,7 +87,8 @@ def read_recordings(path: Path) -> dict[str, np.ndarray]:
     recording), ``offsets`` [recordings + 1] into them, ``label`` and ``is_test`` [recordings].
 
     Raises:
-        DataError: no such file, no whole ``.npz``, or one whose arrays are not these or do not fit each other.
+        DataError: no such file, no whole ``.npz``, or one whose arrays are not these, do not fit each other, or hold a
+            recording without events.
     """
     try:
         with path.open("rb") as file, np.load(file) as data:
@@ -99,14 +97,7 @@ def read_recordings(path: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{path} does not exist; it should be an .npz of N-MNIST recordings") from None
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is no whole .npz ({error}); copy it again") from None
-    missing = {"x", "y", "p", "dt_us", "offsets", "label", "is_test"} - archive.keys()
-    if missing:
-        raise DataError(f"{path} lacks {', '.join(sorted(missing))}; it has {', '.join(sorted(archive))}")
-    events = int(archive["offsets"][-1])
-    lengths = {name: len(archive[name]) for name in ("x", "y", "dt_us")}
-    if set(lengths.values()) != {events} or len(archive["label"]) != len(archive["offsets"]) - 1:
-        raise DataError(f"{path}: {lengths} events and {len(archive['label'])} labels do not fit its {events} offsets")
-    return archive
+    return check_archive(archive, str(path))
 
 
 def pack_recordings(archive: dict[str, np.ndarray], keep: np.ndarray) -> dict[str, np.ndarray]:
@@ -136,21 +127,29 @@ def binned(events: dict[str, np.ndarray], steps: int, sensor: int, size: int, st
     return np.bincount(flat, minlength=steps * 2 * size * size).reshape(steps, 2, size, size).astype(np.float32)
 
 
-def event_frames(archive: dict[str, np.ndarray], steps: int) -> tuple[Tensor, Tensor]:
+def event_frames(archive: dict[str, np.ndarray], steps: int, where: str = "the archive") -> tuple[Tensor, Tensor]:
     """Events counted in ``steps`` bins of equal duration: frames [steps, N, 2, 34, 34] (float32), labels [N].
 
-    Channel 0 counts OFF events, channel 1 ON events.
+    Channel 0 counts OFF events, channel 1 ON events. ``where``: how errors call the archive.
+
+    Raises:
+        DataError: an event is outside the sensor, or before the first of its recording (``event_files.checked``).
     """
-    offsets = archive["offsets"]
+    offsets = archive["offsets"].astype(np.int64)
     polarity = np.unpackbits(archive["p"])[: offsets[-1]]
     frames = []
-    columns = {"t": archive["dt_us"], "x": archive["x"], "y": archive["y"], "p": polarity}
-    for begin, end in itertools.pairwise(offsets):
-        events = {name: values[begin:end].astype(np.int64) for name, values in columns.items()}
-        events["t"] = np.cumsum(events["t"])
-        first, last = int(events["t"][0]), int(events["t"][-1])
-        frames.append(binned(events, steps, SENSOR, SENSOR, first, last - first + 1))
+    for i, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        columns = {name: values[begin:end] for name, values in {"x": archive["x"], "y": archive["y"], "p": polarity}.items()}
+        times = np.cumsum(archive["dt_us"][begin:end].astype(np.int64))
+        events = checked({"t": times, **columns}, SENSOR, f"{where}, recording {i}")
+        frames.append(frames_of(events, steps))
     return torch.from_numpy(np.stack(frames, 1)), torch.from_numpy(archive["label"].astype(np.int64))
+
+
+def frames_of(events: dict[str, np.ndarray], steps: int) -> np.ndarray:
+    """Return one N-MNIST recording, its events in order of time, as [steps, 2, 34, 34] (float32)."""
+    first, last = int(events["t"][0]), int(events["t"][-1])
+    return binned(events, steps, SENSOR, SENSOR, first, last - first + 1)
 
 
 def nmnist_folder(root: Path, train: bool, steps: int) -> tuple[Tensor, Tensor]:
@@ -179,12 +178,11 @@ def nmnist_folder(root: Path, train: bool, steps: int) -> tuple[Tensor, Tensor]:
     frames = []
     for path, _ in found:
         raw = np.frombuffer(path.read_bytes(), np.uint8)
-        events = read_mnist_file(str(path), NMNIST.dtype) if len(raw) and not len(raw) % 5 else ()
-        columns = {name: np.asarray(events[name], np.int64) for name in "txyp"} if len(events) else {}
-        if not columns or columns["x"].max() >= SENSOR or columns["y"].max() >= SENSOR:
-            raise DataError(f"{path} is no whole N-MNIST recording ({len(raw)} bytes); unpack it again")
-        first, last = int(columns["t"][0]), int(columns["t"][-1])
-        frames.append(binned(columns, steps, SENSOR, SENSOR, first, last - first + 1))
+        if not len(raw) or len(raw) % 5:
+            raise DataError(f"{path} is no whole N-MNIST recording ({len(raw)} bytes; five an event); unpack it again")
+        events = read_mnist_file(str(path), NMNIST.dtype)
+        columns = {name: np.asarray(events[name]) for name in "txyp"}
+        frames.append(frames_of(checked(columns, SENSOR, str(path)), steps))
     return torch.from_numpy(np.stack(frames, 1)), torch.tensor([label for _, label in found])
 
 
@@ -231,7 +229,10 @@ class Frames:
 
 @dataclass
 class Indexed:
-    """A data set on disk whose items are (frames [T, C, H, W], label), read by ``workers`` processes."""
+    """A data set on disk whose items are (frames [T, C, H, W], label), read by ``workers`` processes.
+
+    ``load`` raises DataError where an item cannot be read: a cache of frames that is damaged, say.
+    """
 
     dataset: Any
     workers: int = 0
@@ -244,7 +245,16 @@ class Indexed:
         loader = torch.utils.data.DataLoader(
             self.dataset, batch_sampler=batches, num_workers=self.workers, collate_fn=_stack, generator=torch.Generator()
         )
-        return iter(loader)
+        try:
+            yield from loader
+        except DataError:
+            raise
+        except Exception as error:  # of the library whose files these are
+            last = str(error).strip().splitlines()[-1] if str(error).strip() else ""
+            raise DataError(
+                f"{type(self.dataset).__name__}: a sample cannot be read ({type(error).__name__}: {last}); "
+                "delete the frames that were kept of it and they are made again"
+            ) from error
 
 
 def _stack(items: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import DataError, Indexed
+from event_files import checked
 
 SENSOR = 128
 CLASSES = 11
@@ -40,6 +41,30 @@ class Blocks:
         return np.asarray(F.avg_pool2d(counts, block) * block**2)
 
 
+@dataclass(frozen=True)
+class Recordings:
+    """tonic's DVS128 Gesture, item by item as (frames, label): each recording's events are checked, then counted."""
+
+    dataset: Any
+    to_frames: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """Raise DataError for a file that tonic cannot read, or whose events cannot be right (``event_files.checked``)."""
+        path = self.dataset.data[index]
+        try:
+            events, label = self.dataset[index]
+        except Exception as error:  # numpy and tonic raise what they like
+            raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); unpack it again") from None
+        found = checked({name: events[name] for name in "txyp"}, SENSOR, str(path))
+        in_order = np.empty(len(found["t"]), events.dtype)
+        for name, values in found.items():
+            in_order[name] = values
+        return self.to_frames(in_order), label
+
+
 def with_tonic(root: Path, steps: int, size: int, workers: int) -> Source:
     """Frames of equal duration, cached under ``root``. Downloads where nothing is there. Raises DataError."""
     try:
@@ -52,7 +77,7 @@ def with_tonic(root: Path, steps: int, size: int, workers: int) -> Source:
     parts = []
     for train in (True, False):
         try:
-            found = tonic.datasets.DVSGesture(str(root), train=train, transform=frames)
+            found = Recordings(tonic.datasets.DVSGesture(str(root), train=train), frames)
         except Exception as error:  # urllib, tarfile and tonic's own checks raise what they like
             raise DataError(
                 f"tonic finds no DVS128 Gesture under {root} and cannot download it ({type(error).__name__}: {error}); "

@@ -36,7 +36,7 @@ def recordings(path: Path | None, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         frames, labels = torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
         return frames, labels, torch.arange(len(labels)) >= len(parts[0][1])
     archive = datasets.read_recordings(path)
-    frames, labels = datasets.event_frames(archive, steps)
+    frames, labels = datasets.event_frames(archive, steps, str(path))
     return frames, labels, torch.from_numpy(archive["is_test"].astype(bool))
 
 

@@ -155,6 +155,15 @@ def test_public_names_are_documented():
             assert "aises" in text, f"{name} does not say what it raises"
 
 
+def test_public_functions_take_every_parameter_by_name_and_options_by_name_alone():
+    for name in sj_tac.__all__:
+        value = getattr(sj_tac, name)
+        if inspect.isfunction(value):
+            kinds = [p.kind for p in inspect.signature(value).parameters.values()]
+            assert inspect.Parameter.POSITIONAL_ONLY not in kinds, name
+            assert kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) <= 4, name
+
+
 def test_the_version_is_one():
     from importlib.metadata import version
 

@@ -204,14 +204,22 @@ def _file(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             found = np.load(file)
-            if path.suffix == ".npy":
-                return torch.from_numpy(found)
-            arrays = {name: torch.from_numpy(found[name]) for name in found.files}
+            arrays = {"frames": found} if path.suffix == ".npy" else {name: found[name] for name in found.files}
     except FileNotFoundError:
         raise UsageError(f"data {path} does not exist") from None
     except Exception as error:  # numpy raises anything from EOFError to zipfile.BadZipFile here
         raise UsageError(f"data {path} cannot be read ({type(error).__name__}: {error})") from error
-    return _named(arrays, path)
+    events = next((a.dtype.names for a in arrays.values() if a.dtype.names), None)
+    if events:
+        raise UsageError(
+            f"data {path} holds events (fields {', '.join(events)}), not frames; count them into frames [T, N, C, H, W] "
+            "first, with tonic.transforms.ToFrame, say"
+        )
+    try:
+        tensors = {name: torch.from_numpy(a) for name, a in arrays.items()}
+    except TypeError as error:
+        raise UsageError(f"data {path} cannot be read ({error})") from error
+    return tensors["frames"] if path.suffix == ".npy" else _named(tensors, path)
 
 
 def _named(arrays: dict[str, Any], path: Path) -> Any:

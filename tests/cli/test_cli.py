@@ -192,6 +192,13 @@ WRONG = [
     (2, "has one label, 3, for frames [4, 3, 2, 8, 8]", ["diagnose", "--data", "one.npz"]),
     (2, "has labels that are no numbers (str: 'abc')", ["diagnose", "--data", "text.pt"]),
     (2, "has shape [4, 3]; frames are", ["diagnose", "--data", "flat.npy"]),
+    (
+        2,
+        "data events.npy holds events (fields x, t), not frames; count them into frames",
+        ["diagnose", "--data", "events.npy"],
+    ),
+    (2, "data events.npz holds events (fields x, t), not frames", ["diagnose", "--data", "events.npz"]),
+    (2, "data words.npy cannot be read (can't convert np.ndarray of type numpy.str_", ["diagnose", "--data", "words.npy"]),
     (2, "(frames [4, 3, 3, 8, 8]): Sequential does not run on a batch [4, 2, 3, 8, 8]", [*PLAN, "--data", "channels.npy"]),
     (2, "data 'mine:sparse' is sparse (torch.sparse_coo); give dense frames", [*PLAN, "--data", "mine:sparse"]),
     (2, "data 'mine:stream' failed with RuntimeError: disk gone (", ["diagnose", "--data", "mine:stream"]),
@@ -214,6 +221,9 @@ WRONG = [
 def test_wrong_input_is_one_message_and_writes_nothing(folder, invoked, status, message, arguments):
     x = np.load("x.npy")[:4, :3]
     np.save("flat.npy", x[:, :, 0, 0, 0])
+    np.save("events.npy", np.zeros(5, [("x", "i2"), ("t", "i8")]))
+    np.savez("events.npz", events=np.load("events.npy"))
+    np.save("words.npy", np.array(["a", "b"]))
     np.save("channels.npy", np.ones((4, 3, 3, 8, 8), np.float32))
     for name, labels in (("labels", np.zeros(10, int)), ("turned", np.zeros(4, int)), ("one", np.int64(3))):
         np.savez(f"{name}.npz", frames=x, labels=labels)

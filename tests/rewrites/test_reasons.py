@@ -57,6 +57,23 @@ class OwnConv(layer.Conv2d):
         return super()._conv_forward(x, weight * 0.5, bias)
 
 
+class OwnNorm(layer.BatchNorm2d):
+    """A subclass that computes something else."""
+
+    def forward(self, x):
+        return super().forward(x).abs()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def doubled(module):
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+    return module
+
+
 @sj_tac.register_neuron(decay=0.5)
 class LooksAhead(nn.Module):
     """A registered neuron that breaks its promise."""
@@ -199,6 +216,21 @@ def test_every_reason_is_earned(reason):
     other = next(v for v in report.verdicts if v.layer != layer_name)
     assert other.status == "converted"
     assert f"`{reason.value}`" in DOCS.read_text(), f"{reason.value} is not in docs/reasons.md"
+
+
+@pytest.mark.parametrize(
+    ("reason", "front"),
+    [
+        (Reason.UNSUPPORTED_NORM, (conv(), OwnNorm(3, step_mode="m"), node("lif"))),
+        (Reason.UNSUPPORTED_NORM, (conv(), doubled(norm()), node("lif"))),
+        (Reason.NOT_MULTI_STEP, (conv(), layer.BatchNorm2d(3, step_mode="s"), node("lif"))),
+        (Reason.NOT_MULTI_STEP, (conv(), norm(), node("lif", step_mode="s"))),
+        (Reason.NOT_LINEAR, (conv(), norm(), nn.Sigmoid(), node("lif"))),
+    ],
+)
+def test_other_nets_that_earn_a_reason(reason, front):
+    verdict = sj_tac.plan(Around(*front).eval(), "preserve")["front.0"]
+    assert (verdict.status, verdict.reason) == ("refused", reason.value)
 
 
 @pytest.mark.parametrize("reason", [Reason.FAN_OUT, Reason.UNSUPPORTED_NEURON, Reason.ONCE_ALREADY, Reason.FOLD_AMBIGUOUS])

@@ -4,6 +4,8 @@ Each operation acts on spikes and on drives, behind a layer that collapses and b
 compared with ``fuse=False``, whose values are frames, and with a call that goes by the trace alone, as compiled ones do.
 """
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import nn
 import sj_tac
 from sj_tac.errors import PolicyError
 from sj_tac.runtime.borders import definition
+from sj_tac.runtime.values import Shared, Spikes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning"),
@@ -147,6 +150,61 @@ def test_an_operation_in_a_net_whose_layers_are_frozen(name):
     for parameter, value in net.named_parameters():
         value.requires_grad_("gain" in parameter or parameter.startswith("b.conv1"))
     check(net, POLICIES["count"])
+
+
+SHARED = [
+    "sum", "difference", "summed in place", "with its copy, in place", "rows side by side", "scaled", "moved in place",
+    "scaled in place by channels", "copy", "detached, and itself", "flat maps and back", "folded and back", "transposed",
+    "halves, one by one", "turned", "rolled", "dropout that is off", "put", "put with a place for time",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_an_operation_works_on_groups_and_makes_no_frames(name):
+    """Its result has T frames for who reads it, and is held as T / k of them: else k would not pay behind it."""
+    held = []
+
+    def change(x, y, gain):
+        held.append(FRAMES[name](x, y, gain))
+        return held[-1]
+
+    fused = sj_tac.convert(made(change), "preserve", 2, example_input=frames())
+    held.clear()
+    with torch.no_grad():
+        fused(frames())
+    assert [type(x) for x in held[:2]] == [Spikes, Shared]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda x: x.flatten(0, 1).unflatten(0, (-1, -1)),
+        lambda x: x.reshape(11, -1),
+        lambda x: x.flatten(3, 1),
+        lambda x: x.transpose(0, 9),
+        lambda x: x.unsqueeze(9),
+        lambda x: torch.cat([x, x[..., :2]], 2),
+        lambda x: x + torch.ones(7),
+        lambda x: x.mean(9),
+        lambda x: x.split(0, 2),
+    ],
+)
+def test_what_torch_refuses_is_refused_in_its_words(refused):
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        refused(torch.zeros(T, N, C, SIZE, SIZE))
+    ran = []
+
+    def change(x, y, gain):
+        if ran:
+            with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:20])):
+                refused(x)
+        return x
+
+    net = made(change)
+    fused = sj_tac.convert(net, "preserve", 2, example_input=frames())
+    ran.append(True)
+    with torch.no_grad():
+        fused(frames())
 
 
 def test_a_max_pool_of_spikes_has_no_means_to_take():

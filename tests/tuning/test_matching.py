@@ -71,6 +71,16 @@ def test_rates_are_those_of_the_source_in_every_channel(kind, last):
         assert row.after == pytest.approx(float(got[row.neuron].mean()), abs=1e-6)
 
 
+def test_a_neuron_behind_a_convolution_that_is_kept_is_reported_and_keeps_its_rate():
+    source, x = narrow(lambda: node("lif")).double(), X.double()
+    policy = {"default": {"mode": "preserve", "k": K}, "rules": [{"match": "6", "mode": "keep"}]}
+    done = fitted(sj_tac.convert(source, policy), "rates", x)
+    assert [row.neuron for row in done.layers] == ["2", "5", "8"]
+    expected = watched(source, x[:, 1::2])
+    assert [row.source for row in done.layers] == pytest.approx([float(expected[n].mean()) for n in "258"], abs=1e-9)
+    assert done.skipped == {"8": "it runs its own steps"}
+
+
 def test_what_is_kept_is_nearest_to_the_source_on_samples_that_were_not_fitted():
     source = narrow(lambda: node("if")).double()
     x = frames(8, 40, 2, 8, 8, dtype=torch.float64)

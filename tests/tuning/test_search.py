@@ -87,6 +87,16 @@ def test_the_figures_in_the_evidence_are_those_of_the_nets(everything):
     assert policy.evidence.source_metric == 0
 
 
+def test_the_printed_table_has_the_choice_the_frontier_and_every_uniform_policy():
+    evidence = costs.run(ks=(1, 2, 4), modes=("preserve",), metric=closeness).evidence
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in str(evidence).splitlines() if line.startswith("│")]
+    frontier = {t.name for t in evidence.frontier}
+    shown = [t for t in evidence.trials if t.name in frontier or len(set(t.choices.values())) == 1]
+    assert 2 < len(shown) < len(evidence.trials)
+    order = sorted(shown, key=lambda t: -t.speedup)
+    assert rows == [["*" if t.name == evidence.chosen else "·" if t.name in frontier else "", t.name] for t in order]
+
+
 def test_what_is_measured_of_matched_candidates_is_what_a_matched_net_does():
     policy = costs.run(match=True, max_drop=0.03, modes=("preserve",), metric=closeness)
     chosen = policy.evidence[policy.evidence.chosen]
