@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import os
 import random
 import shutil
@@ -25,6 +26,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -92,19 +94,30 @@ def unread(tree: ast.Module) -> set[int]:
 
 
 def draw(seed: int, count: int) -> list[Fault]:
-    """Return ``count`` faults at different places, drawn by the seed."""
-    places: dict[tuple[str, tuple[int, int]], list[Fault]] = defaultdict(list)
+    """Return ``count`` faults at different places, drawn by the seed.
+
+    A place is drawn by a hash of its file, its line's text and its column: as long as they stay, so does the draw.
+    """
+    places: dict[str, list[Fault]] = defaultdict(list)
     for file in sorted(p for package in PACKAGES for p in ROOT.joinpath(package).rglob("*.py")):
         text, name = file.read_text(), str(file.relative_to(ROOT))
-        nodes, skipped = list(ast_nodes(get_ast(text))), unread(ast.parse(text))
+        lines, nodes, skipped = text.splitlines(), list(ast_nodes(get_ast(text))), unread(ast.parse(text))
         for kind in KINDS:
             operator = get_operator(kind)()
             starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
-            for occurrence, start in enumerate(starts):
-                if start[0] not in skipped:
-                    places[name, start].append(Fault(name, kind, occurrence, start[0]))
-    generator = random.Random(seed)
-    return [generator.choice(places[place]) for place in generator.sample(sorted(places), count)]
+            for occurrence, (line, column) in enumerate(starts):
+                # cosmic-ray takes the star of f(*rest) and of def f(a, *, b) for a product.
+                star = lines[line - 1][column:].startswith("*") and lines[line - 1][:column].rstrip()[-1:] in (
+                    "",
+                    "(",
+                    ",",
+                    "[",
+                    "{",
+                )
+                if line not in skipped and not star:
+                    place = f"{seed} {name} {lines[line - 1].strip()} {column} {lines[:line].count(lines[line - 1])}"
+                    places[hashlib.sha256(place.encode()).hexdigest()].append(Fault(name, kind, occurrence, line))
+    return [random.Random(place).choice(places[place]) for place in sorted(places)[:count]]
 
 
 def environment(checkout: Path, **more: str) -> dict[str, str]:
@@ -122,24 +135,26 @@ def trace(folder: Path) -> None:
     subprocess.run(command, cwd=checkout, env=environment(checkout, **where), check=False)
 
 
-def passed(folder: Path) -> dict[str, float]:
-    """Return the seconds of each test that passed under coverage, by its id."""
-    times = {}
+def passed(folder: Path, checkout: Path) -> dict[str, float]:
+    """Return the seconds of each test that passed under coverage and is still there in ``checkout``, by its id."""
+    listing = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(listing, cwd=checkout, env=environment(checkout), capture_output=True, text=True, check=True)
+    there, times = set(done.stdout.splitlines()), {}
     for case in ElementTree.parse(folder / "times.xml").iter("testcase"):
         if case.find("failure") is None and case.find("error") is None and case.find("skipped") is None:
             file = case.attrib["classname"].replace(".", "/") + ".py"
             times[f"{file}::{case.attrib['name']}"] = float(case.attrib["time"])
-    return times
+    return {test: seconds for test, seconds in times.items() if test in there}
 
 
 class Concerned:
     """Which tests concern a fault, from the traced run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, checkout: Path) -> None:
         self.data = CoverageData(str(folder / ".coverage"))
         self.data.read()
         self.checkout = folder / "checkout"
-        self.times = passed(folder)
+        self.times = passed(folder, checkout)
 
     @cache  # noqa: B019  (one object a process)
     def lines(self, file: str) -> dict[int, set[str]]:
@@ -148,27 +163,36 @@ class Concerned:
         return {line: {c.partition("|")[0] for c in contexts} & self.times.keys() for line, contexts in found.items()}
 
     def of(self, fault: Fault, budget: float) -> list[str]:
-        """Return tests in the order in which to run them: quick ones first, of all files in turn, ``budget`` seconds in all.
+        """Return the tests that execute the fault's line, in the order in which to run them, ``budget`` seconds in all.
 
-        What runs when a module is imported, and what Numba compiles, is executed by no test's own line: there, and in an
-        unexecuted line, it is the tests of the file, and of a file that no test reaches, those of its folder.
+        Two orders take turns: the tests that know the file best (they execute lines of it that few others do), and quick
+        tests of all test files in turn. What runs when a module is imported, and what Numba compiles, is no test's own line:
+        there, and in an unexecuted line, the tests of the file run; of a file that no test reaches, those of its folder.
         """
         lines = self.lines(fault.file)
         tests = lines.get(fault.line) or set().union(*lines.values()) if lines else set()
         if not tests:
             folder = fault.file.split("/")[1]
             tests = {t for t in self.times if t.startswith(f"tests/{folder}/")}
+        known: dict[str, float] = defaultdict(float)
+        for found in lines.values():
+            for test in found & tests:
+                known[test] += 1 / len(found)
+        best = sorted(tests, key=lambda test: (-known[test], test))
+        chosen: dict[str, None] = {}
+        for test in (test for pair in zip(best, self.in_turn(tests), strict=True) for test in pair):
+            if test not in chosen and budget >= self.times[test]:
+                chosen[test] = None
+                budget -= self.times[test]
+        return list(chosen)
+
+    def in_turn(self, tests: set[str]) -> list[str]:
+        """Return the quickest test of each test file, then the second of each, and so on."""
         files: dict[str, list[str]] = defaultdict(list)
         for test in sorted(tests, key=lambda test: (self.times[test], test)):
             files[test.partition("::")[0]].append(test)
-        chosen, seconds = [], 0.0
-        turns = sorted(files.values(), key=lambda found: self.times[found[0]])
-        for turn in range(max(map(len, turns), default=0)):
-            for found in turns:
-                if turn < len(found) and seconds + self.times[found[turn]] <= budget:
-                    chosen.append(found[turn])
-                    seconds += self.times[found[turn]]
-        return chosen
+        rows = zip_longest(*files.values())
+        return [test for row in rows for test in row if test is not None]
 
 
 def run(fault: Fault, tests: list[str], checkout: Path, budget: float) -> str:
@@ -227,9 +251,10 @@ def main() -> int:
         copy("checkout")
         print("tracing the quick suite ...", flush=True)
         trace(folder)
-    for number in range(given.processes):
-        checkouts.put(copy(f"copy{number}"))
-    faults, concerned = draw(given.seed, given.count), Concerned(folder)
+    copies = [copy(f"copy{number}") for number in range(given.processes)]
+    for checkout in copies:
+        checkouts.put(checkout)
+    faults, concerned = draw(given.seed, given.count), Concerned(folder, copies[0])
     chosen = [i for i in range(given.count) if not given.only or i in given.only]
 
     def attempt(number: int) -> tuple[int, int, str]:

@@ -138,15 +138,26 @@ def converted(decide=lambda y: y, policy="preserve", **more):
     return sj_tac.convert(Deciding(decide).eval(), policy, 2, example_input=frames(4, N, 2, 8, 8), **more)
 
 
-def test_any_number_of_samples(tmp_path):
-    fast, x = converted(), frames(5, 1, 2, 8, 8)
-    said = sj_tac.export_onnx(fast, x, tmp_path / "net.onnx", batch_dim=1)
-    assert said.inputs == {"x": [5, "N", 2, 8, 8]}
+class Turned(Deciding):
+    """Frames [N, T, ...] come in, and spikes go out so."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("kind", "batch_dim"), [(Deciding, 1), (Turned, 0)])
+def test_any_number_of_samples(kind, batch_dim, tmp_path):
+    def given(samples):
+        return frames(5, samples, 2, 8, 8, seed=samples).transpose(1, batch_dim).contiguous()
+
+    torch.manual_seed(0)
+    fast = sj_tac.convert(kind(lambda y: y).eval(), "preserve", 2, example_input=given(N))
+    said = sj_tac.export_onnx(fast, given(1), tmp_path / "net.onnx", batch_dim=batch_dim)
+    assert said.inputs == {"x": [5, "N", 2, 8, 8] if batch_dim else ["N", 5, 2, 8, 8]}
     assert said.convolutions["body.0"] == [["3*N", 2, 8, 8]]
     for samples in (1, 2, 5):
-        more = frames(5, samples, 2, 8, 8, seed=samples)
-        expected = at_rest(fast, more)
-        assert (in_onnxruntime(tmp_path / "net.onnx", more) != expected).float().mean() < 0.005
+        expected = at_rest(fast, given(samples))
+        assert (in_onnxruntime(tmp_path / "net.onnx", given(samples)) != expected).float().mean() < 0.005
         assert 0.01 < expected.mean() < 0.9
 
 

@@ -144,6 +144,19 @@ def test_an_operation_on_what_was_written_read_or_watched(before, name):
     check(made(change), POLICIES["count" if name == "sum" else "binary"], traced=before != "a view of it written")
 
 
+@pytest.mark.xfail(strict=True, reason="waits for 'One graph: equations and a gate in place of lazy values'")
+@pytest.mark.parametrize("policy", ["count", "count, then more"])
+def test_a_hook_on_a_value_sees_the_gradient_of_what_was_made_of_it_before(policy):
+    """Converted, it sees the part alone that was made after it: the gradients are wrong in silence."""
+
+    def change(x, y, gain):
+        y = x * 0.5
+        watched(x)
+        return x + y
+
+    check(made(change), POLICIES[policy])
+
+
 @pytest.mark.parametrize("name", ["put two times", "by a parameter", "a Function, summed", "sum"])
 def test_an_operation_in_a_net_whose_layers_are_frozen(name):
     net = made(FRAMES[name])
