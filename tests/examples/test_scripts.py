@@ -104,7 +104,7 @@ def test_dvs128_through_tonic(tmp_path, monkeypatch):
     assert source.split == "tonic's split, 110 / 110"
     frames, labels = next(source.train.load([torch.tensor([0, 5, 11])], [0]))
     assert frames.shape == (4, 3, 2, 32, 32)
-    recordings = source.train.dataset.dataset
+    recordings = source.train.dataset.dataset.dataset
     assert [recordings.targets[i] for i in (0, 5, 11)] == labels.tolist()
     for n, i in enumerate((0, 5, 11)):
         events = np.load(recordings.data[i])

@@ -29,10 +29,6 @@ class Around(nn.Module):
         return self.good(self.custom(self.front, x) if self.custom else self.front(x))
 
 
-def steps_of(kind):
-    return kind(step_mode="m")
-
-
 class Slow(neuron.LIFNode):
     """A subclass with other dynamics."""
 
@@ -64,16 +60,6 @@ class OwnNorm(layer.BatchNorm2d):
         return super().forward(x).abs()
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-def doubled(module):
-    torch.nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
-    return module
-
-
 @sj_tac.register_neuron(decay=0.5)
 class LooksAhead(nn.Module):
     """A registered neuron that breaks its promise."""
@@ -92,9 +78,8 @@ class Once(nn.Module):
         return self.good(self.front[2](self.front[1](self.front[0](x)).unsqueeze(0).repeat(4, 1, 1, 1, 1)))
 
 
-def parametrized():
-    made = conv()
-    torch.nn.utils.parametrizations.weight_norm(made)
+def parametrized(made):
+    torch.nn.utils.parametrize.register_parametrization(made, "weight", nn.Softplus())
     return made
 
 
@@ -153,7 +138,7 @@ CASES = {
     Reason.TIME_LOOP: Around(conv(step_mode="s"), layer.BatchNorm2d(3), node("lif", step_mode="s"), forward=step_by_step),
     Reason.FAN_OUT: Around(conv(), norm(), node("lif"), forward=fan_out),
     Reason.NOT_MULTI_STEP: Around(conv(step_mode="s"), norm(), node("lif")),
-    Reason.PARAMETRIZED: Around(parametrized(), norm(), node("lif")),
+    Reason.PARAMETRIZED: Around(parametrized(conv()), norm(), node("lif")),
     Reason.UNSUPPORTED_CONV: Around(OwnConv(2, 3, 3, padding=1, step_mode="m"), norm(), node("lif")),
     Reason.UNSUPPORTED_NORM: Around(conv(), layer.GroupNorm(1, 3, step_mode="m"), node("lif")),
     Reason.BATCH_STATS: Around(conv(), layer.BatchNorm2d(3, track_running_stats=False, step_mode="m"), node("lif")),
@@ -222,7 +207,7 @@ def test_every_reason_is_earned(reason):
     ("reason", "front"),
     [
         (Reason.UNSUPPORTED_NORM, (conv(), OwnNorm(3, step_mode="m"), node("lif"))),
-        (Reason.UNSUPPORTED_NORM, (conv(), doubled(norm()), node("lif"))),
+        (Reason.UNSUPPORTED_NORM, (conv(), parametrized(norm()), node("lif"))),
         (Reason.NOT_MULTI_STEP, (conv(), layer.BatchNorm2d(3, step_mode="s"), node("lif"))),
         (Reason.NOT_MULTI_STEP, (conv(), norm(), node("lif", step_mode="s"))),
         (Reason.NOT_LINEAR, (conv(), norm(), nn.Sigmoid(), node("lif"))),
