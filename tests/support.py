@@ -245,3 +245,16 @@ def time_by_k(monkeypatch, each: float = 0.0) -> None:
         return {name: [0.1 / k] * rounds for name, k in largest.items()}
 
     monkeypatch.setattr(measure, "_seconds", seconds)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, number: int) -> None:
+    """Make the ``number``-th call of ``holder.name`` a Ctrl-C."""
+    run, calls = getattr(holder, name), []
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(holder, name, stopping)

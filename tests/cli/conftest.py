@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import csnn, frames
+from support import csnn, frames, interrupt
 
 MODULE = """
 import torch
@@ -72,16 +72,7 @@ def stop(monkeypatch):
 
     def at(place, number):
         path, _, name = place.rpartition(".")
-        holder = pkgutil.resolve_name(path)
-        run, calls = getattr(holder, name), []
-
-        def stopping(*args, **kwargs):
-            calls.append(name)
-            if len(calls) == number:
-                raise KeyboardInterrupt
-            return run(*args, **kwargs)
-
-        monkeypatch.setattr(holder, name, stopping)
+        interrupt(monkeypatch, pkgutil.resolve_name(path), name, number)
 
     return at
 

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import matched
 import pytest
 import torch
 from matched import narrow
-from support import csnn, frames, same_state, time_by_k
+from support import csnn, frames, interrupt, same_state, time_by_k
 
 import sj_tac
 from sj_tac.errors import MeasurementInterrupted
@@ -22,18 +23,7 @@ def stop(monkeypatch):
     """Ctrl-C in the n-th call of a function; times are those of ``time_by_k``."""
     time_by_k(monkeypatch)
 
-    def at(holder, name, number):
-        run, calls = getattr(holder, name), []
-
-        def stopping(*args, **kwargs):
-            calls.append(name)
-            if len(calls) == number:
-                raise KeyboardInterrupt
-            return run(*args, **kwargs)
-
-        monkeypatch.setattr(holder, name, stopping)
-
-    return at
+    return partial(interrupt, monkeypatch)
 
 
 def ended(call):
