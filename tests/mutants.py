@@ -80,17 +80,30 @@ class Fault:
         return f"{self.file}:{self.line}  {self.kind.split('/')[1]}\n      - {old.strip()}\n      + {new.strip()}"
 
 
-def unread(tree: ast.Module) -> set[int]:
-    """Return the lines that evaluate nothing: those where an annotation begins, and blocks for type checkers alone."""
-    lines: set[int] = set()
+def passed_over(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the spans in which a change is no fault of what the package computes.
+
+    These are annotations and blocks for type checkers alone; the texts of messages (no test of the suite is about wording);
+    limits and block sizes, which are constants of a module in capitals; and ``zip(.., strict=..)``, which only looks.
+    """
+    found: list[ast.AST | None] = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines |= {node.returns.lineno} if node.returns else set()
+            found.append(node.returns)
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
-            lines |= {node.annotation.lineno} if node.annotation else set()
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return lines
+            found.append(node.annotation)
+        elif isinstance(node, ast.JoinedStr) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            found.append(node)
+        elif isinstance(node, ast.keyword) and node.arg == "strict":
+            found.append(node.value)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) and t.id.isupper() for t in node.targets):
+            found += [part for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+    return [
+        ((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0))
+        for n in found
+        if isinstance(n, (ast.expr, ast.stmt))
+    ]
 
 
 def draw(seed: int, count: int) -> list[Fault]:
@@ -101,20 +114,15 @@ def draw(seed: int, count: int) -> list[Fault]:
     places: dict[str, list[Fault]] = defaultdict(list)
     for file in sorted(p for package in PACKAGES for p in ROOT.joinpath(package).rglob("*.py")):
         text, name = file.read_text(), str(file.relative_to(ROOT))
-        lines, nodes, skipped = text.splitlines(), list(ast_nodes(get_ast(text))), unread(ast.parse(text))
+        lines, nodes, skipped = text.splitlines(), list(ast_nodes(get_ast(text))), passed_over(ast.parse(text))
         for kind in KINDS:
             operator = get_operator(kind)()
             starts = [start for node in nodes for start, _ in operator.mutation_positions(node)]
             for occurrence, (line, column) in enumerate(starts):
                 # cosmic-ray takes the star of f(*rest) and of def f(a, *, b) for a product.
-                star = lines[line - 1][column:].startswith("*") and lines[line - 1][:column].rstrip()[-1:] in (
-                    "",
-                    "(",
-                    ",",
-                    "[",
-                    "{",
-                )
-                if line not in skipped and not star:
+                before, after = lines[line - 1][:column].rstrip()[-1:], lines[line - 1][column:]
+                star = after.startswith("*") and before in ("", "(", ",", "[", "{")
+                if not star and not any(begin <= (line, column) < end for begin, end in skipped):
                     place = f"{seed} {name} {lines[line - 1].strip()} {column} {lines[:line].count(lines[line - 1])}"
                     places[hashlib.sha256(place.encode()).hexdigest()].append(Fault(name, kind, occurrence, line))
     return [random.Random(place).choice(places[place]) for place in sorted(places)[:count]]
