@@ -179,8 +179,11 @@ class Concerned:
         """
         lines = self.lines(fault.file)
         tests = lines.get(fault.line) or set().union(*lines.values()) if lines else set()
+        folder = fault.file.split("/")[1]
+        if "/kernels/cpu/" in fault.file:
+            # Coverage sees of a compiled function only what a test has left as Python.
+            tests = tests | {t for t in self.times if t.startswith("tests/kernels/")}
         if not tests:
-            folder = fault.file.split("/")[1]
             tests = {t for t in self.times if t.startswith(f"tests/{folder}/")}
         known: dict[str, float] = defaultdict(float)
         for found in lines.values():
