@@ -25,13 +25,15 @@ def in_a_process(script):
 
 
 BLOCKS = """
-import json, resource, torch, sj_tac
+import json, resource, statistics, torch, sj_tac
 from sj_tac.support import machine, memory
-def faults(rounds=10):  # of a block of 64 MiB
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def faults(rounds=10):  # of a block of 64 MiB, in the middle of several: a block now and then finds no place that was kept
+    seen = []
     for _ in range(rounds):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.empty(64 << 18).fill_(1.0)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / rounds
+        seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return statistics.median(seen)
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
 found, least = {"before": faults(), "modes": [memory.mode()]}, resident()
