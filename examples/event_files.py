@@ -24,9 +24,8 @@ class DataWarning(UserWarning):
     """Data that was changed before use: the file, and how it was changed."""
 
 
-def integers(values: Any, field: str, where: str) -> np.ndarray:
-    """Return one field as int64 [n]. Raise DataError where it is no row of integers, or one of them does not fit int64."""
-    found = np.asarray(values)
+def check_integers(found: np.ndarray, field: str, where: str) -> None:
+    """Raise DataError where a field is no row of integers [n], or one of them does not fit int64."""
     if found.ndim != 1:
         raise DataError(f"{where}: {field} has shape {list(found.shape)}; one integer for each event [n] is expected")
     if found.dtype.kind not in "iub":
@@ -34,8 +33,8 @@ def integers(values: Any, field: str, where: str) -> np.ndarray:
         raise DataError(
             f"{where}: {field} has dtype {found.dtype}; integers{unit} are expected: convert it before you save it"
         )
-    _within(found, field, where, 0 if found.dtype.kind == "u" else -(2**63), 2**63 - 1)
-    return found.astype(np.int64)
+    if found.dtype == np.uint64:
+        _within(found, field, where, 0, 2**63 - 1)
 
 
 def _within(values: np.ndarray, field: str, where: str, low: int, high: int, what: str = "") -> None:
@@ -61,7 +60,10 @@ def checked(columns: Mapping[str, Any], sensor: int, where: str) -> dict[str, np
     Warns:
         DataWarning: the events were out of order and have been sorted (events of one time stay as they stand).
     """
-    events = {name: integers(columns[name], name, where) for name in ("t", "x", "y", "p")}
+    events = {name: np.asarray(columns[name]) for name in ("t", "x", "y", "p")}
+    for name, values in events.items():
+        check_integers(values, name, where)
+    events = {name: values.astype(np.int64) for name, values in events.items()}
     lengths = {name: len(values) for name, values in events.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(f"{where}: its columns have different lengths, {lengths}; copy the file again")
@@ -94,18 +96,19 @@ def check_archive(archive: Mapping[str, Any], where: str) -> dict[str, np.ndarra
     if missing:
         raise DataError(f"{where} lacks {', '.join(sorted(missing))}; it has {', '.join(sorted(archive))}")
     found = {name: np.asarray(values) for name, values in archive.items()}
-    numbers = {name: integers(found[name], name, where) for name in ARCHIVE}
-    recordings = len(numbers["label"])
+    for name in ARCHIVE:
+        check_integers(found[name], name, where)
+    offsets, recordings = found["offsets"].astype(np.int64), len(found["label"])
     if not recordings:
         raise DataError(f"{where} has no recordings")
-    if len(numbers["offsets"]) != recordings + 1 or len(numbers["is_test"]) != recordings:
+    if len(offsets) != recordings + 1 or len(found["is_test"]) != recordings:
         raise DataError(
-            f"{where}: {recordings} labels do not fit {len(numbers['offsets'])} offsets (one more than recordings) and "
-            f"{len(numbers['is_test'])} values of is_test"
+            f"{where}: {recordings} labels do not fit {len(offsets)} offsets (one more than recordings) and "
+            f"{len(found['is_test'])} values of is_test"
         )
-    _check_offsets(numbers["offsets"], where)
-    events = int(numbers["offsets"][-1])
-    lengths = {name: len(numbers[name]) for name in ("x", "y", "dt_us")}
+    _check_offsets(offsets, where)
+    events = int(offsets[-1])
+    lengths = {name: len(found[name]) for name in ("x", "y", "dt_us")}
     if set(lengths.values()) != {events}:
         raise DataError(f"{where}: {lengths} events do not fit its offsets, which end at {events}")
     packed = -(-events // 8)
@@ -114,8 +117,8 @@ def check_archive(archive: Mapping[str, Any], where: str) -> dict[str, np.ndarra
             f"{where}: p has {len(found['p'])} values of {found['p'].dtype}; the polarities of {events} events are packed "
             f"bits, {packed} bytes of uint8" + ("; pack them: numpy.packbits(p)" if len(found["p"]) == events else "")
         )
-    _within(numbers["label"], "label", where, 0, 2**31, "; labels are class indices from 0 on")
-    _within(numbers["is_test"], "is_test", where, 0, 1, "; it is 1 (test) or 0 (train)")
+    _within(found["label"], "label", where, 0, 2**31, "; labels are class indices from 0 on")
+    _within(found["is_test"], "is_test", where, 0, 1, "; it is 1 (test) or 0 (train)")
     return found
 
 

@@ -118,7 +118,7 @@ LEFT_ALONE = {
 
 
 def by_hand(net, names, k):
-    """A copy of the net, each of whose named convs is handed what a converted one reads."""
+    """Return a copy of the net whose named convolutions get the aggregated frames that converted ones get."""
     made = copy.deepcopy(net)
     for name in names:
         made.get_submodule(name).register_forward_pre_hook(lambda module, args: (grouped(args[0], k),))

@@ -1,6 +1,6 @@
 """Convolution and ``fire`` in one kernel on the CPU in bfloat16: pairs of channels, sums in float32, drives rounded once.
 
-What torch's own convolution does there hangs on the processor: with AMX it takes its sums in another order.
+torch's own convolution depends on the processor there: with AMX it adds its terms in another order.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Whose forward a conversion looks at, and what is said of one that nobody can follow."""
+"""Which forward convert traces, and the error for a forward that it cannot trace."""
 
 import pytest
 import torch

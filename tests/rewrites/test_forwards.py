@@ -327,7 +327,7 @@ def test_a_folded_net_knows_where_time_is_in_whatever_form(kind):
 
 
 def test_a_scripted_drive_and_a_division_that_rounds_are_refused():
-    """Nobody knows what a scripted function does to the sum of what a neuron is given."""
+    """The plan cannot tell whether a scripted function keeps the weighted sum of a neuron's drives."""
     for change in (scaled, lambda x: torch.divide(x, 0.5, rounding_mode="floor")):
         plan = sj_tac.plan(made(before_the_neuron(change)), k=2, example_input=X)
         assert {v.layer: str(v.reason) for v in plan.refused} == {"conv2": "NOT_LINEAR"}
