@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from operations import Doubled
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from support import awake, frames
 from torch import Tensor, nn
@@ -124,18 +125,8 @@ def summand_written(n, x):
     return n.head(n.d(n.c(u))), s
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
-
-
 def twice(x: Tensor) -> Tensor:
-    return Twice.apply(x)
+    return Doubled.apply(x)
 
 
 torch.fx.wrap("twice")
