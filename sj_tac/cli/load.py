@@ -209,26 +209,31 @@ def _file(path: Path) -> Any:
         raise UsageError(f"data {path} does not exist") from None
     except Exception as error:  # numpy raises anything from EOFError to zipfile.BadZipFile here
         raise UsageError(f"data {path} cannot be read ({type(error).__name__}: {error})") from error
-    events = next((a.dtype.names for a in arrays.values() if a.dtype.names), None)
-    if events:
-        raise UsageError(
-            f"data {path} holds events (fields {', '.join(events)}), not frames; count them into frames [T, N, C, H, W] "
-            "first, with tonic.transforms.ToFrame, say"
-        )
-    try:
-        tensors = {name: torch.from_numpy(a) for name, a in arrays.items()}
-    except TypeError as error:
-        raise UsageError(f"data {path} cannot be read ({error})") from error
-    return tensors["frames"] if path.suffix == ".npy" else _named(tensors, path)
+    return _named(arrays, path)
 
 
-def _named(arrays: dict[str, Any], path: Path) -> Any:
+def _named(arrays: dict[str, Any], path: Path) -> tuple[Tensor, Tensor | None]:
+    """Return a file's frames and labels, whatever else it holds. Raise UsageError where it has no frames."""
     frames = next((arrays[name] for name in FRAMES if name in arrays), None)
     labels = next((arrays[name] for name in LABELS if name in arrays), None)
     if frames is None and len(arrays) == 1:
         (frames,) = arrays.values()
-    if not isinstance(frames, Tensor):
+    if not isinstance(frames, (Tensor, np.ndarray)):
         raise UsageError(
             f"data {path} holds {list(arrays)}; frames are expected under 'frames', class indices under 'labels'"
         )
-    return frames, labels
+    return _tensor(frames, path), labels if labels is None else _tensor(labels, path)
+
+
+def _tensor(values: Any, path: Path) -> Any:
+    if not isinstance(values, np.ndarray):
+        return values
+    if values.dtype.names:
+        raise UsageError(
+            f"data {path} holds events (fields {', '.join(values.dtype.names)}), not frames; count them into frames "
+            "[T, N, C, H, W] first, with tonic.transforms.ToFrame, say"
+        )
+    try:
+        return torch.from_numpy(values)
+    except TypeError as error:
+        raise UsageError(f"data {path} cannot be read ({error})") from error

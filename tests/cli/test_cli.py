@@ -170,6 +170,18 @@ def test_bench_keeps_memory_where_it_can_and_says_so(done, folder, monkeypatch, 
 
 
 PLAN = ["plan", NET]
+
+
+def test_a_file_may_hold_one_unnamed_array_or_more_than_frames_and_labels(folder, invoked):
+    x = np.load("x.npy")
+    np.savez("clip.npz", clip=x)
+    np.savez("more.npz", frames=x, events=np.zeros(5, [("x", "i2"), ("t", "i8")]), classes=np.array(["left", "right"]))
+    expected = invoked(0, "diagnose", "--data", "x.npy", "--json")[0]
+    assert json.loads(expected)
+    for name in ("clip.npz", "more.npz"):
+        assert invoked(0, "diagnose", "--data", name, "--json")[0] == expected
+
+
 SEARCH = ["search", NET, "--data", "x.npy", "--k", "2", "--out", "p.yaml", "--metric"]
 WRONG = [
     (2, "Missing argument", ["plan"]),
