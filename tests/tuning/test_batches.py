@@ -61,6 +61,7 @@ BAD = [
     ([(WHOLE, torch.zeros(4).long())], r"labels of shape \[4\] .* transpose\(0, 1\)"),
     ([(WHOLE, torch.rand(3))], r"expected 3 class indices"),
     ([(WHOLE, torch.tensor(3))], r"has labels of shape \[\]"),
+    ((WHOLE, torch.eye(3)), r"batch 0 has labels of shape \[3, 3\]"),
     ([(WHOLE, "labels")], r"batch 0 has labels that are no numbers \(str: 'labels'\); give class indices"),
     ([(WHOLE, ["cat", "dog", "cat"])], r"has labels that are no numbers \(list: \['cat'"),
     ([(WHOLE, torch.zeros(3, dtype=torch.complex64))], "has labels of which the tensor is complex"),

@@ -273,6 +273,7 @@ def test_a_layer_that_refuses_a_mode_is_searched_in_the_others():
         (BatchError, 'metric="accuracy" needs labels', {"metric": "accuracy"}),
         (PolicyError, r"metric='acuracy': there are 'accuracy', 'agreement'", {"metric": "acuracy"}),
         (SearchError, r"metric .*returned nan .* must be a finite number", {"metric": lambda net, batches: math.nan}),
+        (SearchError, r"metric .*returned None .* must be a finite number", {"metric": lambda net, batches: None}),
         (PolicyError, "max_drop=nan", {"max_drop": math.nan}),
         (PolicyError, r"speedup=0\.5 must be at least 1", {"speedup": 0.5}),
         (PolicyError, "time_limit=0 must be positive", {"time_limit": 0}),
