@@ -106,8 +106,9 @@ def rows(names):
             yield pytest.param(name, policy, marks=[pytest.mark.exhaustive] * (j != i % 2))
 
 
-# What is written in place behind a collapse, by other than values, is not as in an ordinary call where the trace decides.
+# Written in place behind a collapse, these have other values where a call goes by the trace alone.
 UNTRACED = ("moved in place", "put through a view")
+UNTRACED_FOLDED = ("difference in place", "put")
 
 
 @pytest.mark.parametrize(("name", "policy"), list(rows(FRAMES)))
@@ -117,7 +118,14 @@ def test_an_operation(name, policy):
 
 @pytest.mark.parametrize(("name", "policy"), list(rows(FOLDED)))
 def test_an_operation_on_folded_frames(name, policy):
-    check(made(folded(FOLDED[name])), POLICIES[policy], ROUNDED if "rounded" in name else CLOSE)
+    traced = name not in UNTRACED_FOLDED or policy != "binary"
+    check(made(folded(FOLDED[name])), POLICIES[policy], ROUNDED if "rounded" in name else CLOSE, traced)
+
+
+@pytest.mark.xfail(strict=True, reason="waits for 'One graph: equations and a gate in place of lazy values'")
+@pytest.mark.parametrize("name", UNTRACED_FOLDED)
+def test_a_write_behind_a_binary_collapse_is_the_same_in_a_compiled_call(name):
+    check(made(folded(FOLDED[name])), POLICIES["binary"])
 
 
 def watched(x):
