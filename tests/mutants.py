@@ -5,8 +5,8 @@
 
 A fault is one of cosmic-ray's mutations (KINDS below), at a place drawn by the seed: each operator, number, condition and
 ``except`` of the package's Python is as likely as any other. First the quick suite runs once under coverage, which tells for
-each line the tests that execute it. Then each fault meets the tests that concern it (``Concerned.of``): those that execute its
-line, up to ``--budget`` seconds of them, of as many files as there are. A fault is killed when one of them fails, and when
+each line the tests that execute it. Then each fault meets tests that concern it (``Concerned.of``): those that execute its
+line, up to ``--budget`` seconds of them, of many files. A fault is killed when one of them fails, and when
 they take more than twice that time and a minute to start (eleven minutes where kernels have to be compiled anew).
 """
 
