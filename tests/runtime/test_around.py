@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from comparing import CLOSE, definitions, nothing, policy_of, run, same, same_as_one, unmark
+from comparing import CLOSE, definitions, learning, nothing, policy_of, run, same, same_as_one, unmark
 from definition import define, settings_of
 from forwards import build, lif, spikes_in
 from spikingjelly.activation_based import functional, layer, neuron
@@ -210,6 +210,7 @@ def test_functional_gradients(mode):
     fast, others = pair(mode)
 
     def gradients(net):
+        learning(net)
         functional.reset_net(net)
         names = {n: p.detach().clone() for n, p in net.named_parameters()}
         return torch.func.grad(lambda p: functional_call(net, p, (spikes_in(),)).square().sum())(names)
@@ -219,6 +220,7 @@ def test_functional_gradients(mode):
     except RuntimeError as error:
         pytest.skip(f"the source cannot either: {error}")
     found, net = gradients(fast), others[0]
+    learning(net)
     functional.reset_net(net)
     unmark(net(spikes_in())).square().sum().backward()
     assert sum(p.grad is not None for p in net.parameters()) > 10
@@ -235,5 +237,6 @@ def test_set_k_and_restore_after_calls():
         defined = define(source, settings_of(source, sj_tac.report(fast)))
         same(run(fast, spikes_in()), run(defined, spikes_in(), marks=True), f"set_k to {k}")
     same(run(sj_tac.restore(fast), spikes_in()), run(source, spikes_in()), "restored")
+    functional.reset_net(fast)
     with torch.no_grad():
         assert fast(spikes_in()[:, :0]).shape == (7, 0, 5), "no samples are no error"

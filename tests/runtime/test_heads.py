@@ -5,11 +5,13 @@ import copy
 import pairs
 import pytest
 import torch
+from comparing import learning
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from support import awake
 from torch import nn
 
 import sj_tac
+from sj_tac import host
 
 NEURONS = {
     "LIF": lambda: neuron.LIFNode(),
@@ -81,7 +83,11 @@ def test_outputs_voltages_and_gradients(kind, mean, k):
             assert not grad or expected[2]["hidden.weight"].abs().sum() > 0
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+# Before 2.0 the host's TorchScript keeps voltages in float32 under autocast; a converted head keeps them in bfloat16.
+IN_FLOAT32 = pytest.mark.xfail(not host.IS_V2, strict=True, reason="the older host's voltages are float32 under autocast")
+
+
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=IN_FLOAT32)])
 def test_half_voltages_stay_as_half_as_the_hosts(autocast):
     """The heads alone, on the same spikes: a half convolution is not the same on every processor."""
     net, _ = made(mean=False, dtype=torch.float32 if autocast else torch.bfloat16)
@@ -89,6 +95,7 @@ def test_half_voltages_stay_as_half_as_the_hosts(autocast):
     assert fast.last_neuron._tac.head
     x, found = (torch.rand(6, 4, 96) < 0.4).to(net.hidden.weight), []
     for one in (fast, net):
+        learning(one)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = one.hidden_neuron(one.hidden(x))
         (y * torch.linspace(0, 1, 20).to(y)).sum().backward()

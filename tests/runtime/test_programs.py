@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from comparing import Outcome, definitions, flat, grad_mode, read, reset, same, unmark, voltages
+from comparing import Outcome, definitions, flat, learning, grad_mode, read, reset, same, unmark, voltages
 from definition import margins
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 from program_net import EDITS, SIZE, STATEMENTS, Block, C, Call, Do, Edit, Net, Program, edit_with
@@ -86,6 +86,7 @@ def perform(net, program, marks):
     outcomes = []
     for i, call in enumerate(program.calls):
         net.train(call.train)
+        learning(net)
         if call.reset:
             functional.reset_net(net)
         net.kept = None
