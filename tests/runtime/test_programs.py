@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from comparing import Outcome, definitions, flat, learning, grad_mode, read, reset, same, unmark, voltages
+from comparing import Outcome, definitions, flat, grad_mode, learning, read, reset, same, unmark, voltages
 from definition import margins
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 from program_net import EDITS, SIZE, STATEMENTS, Block, C, Call, Do, Edit, Net, Program, edit_with
