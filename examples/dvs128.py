@@ -6,6 +6,7 @@ makes 1,176 and 288. A figure means nothing without the name of its split, so ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from datasets import DataError, Indexed
 from event_files import checked
+
+from sj_tac.support.files import write_whole
 
 SENSOR = 128
 CLASSES = 11
@@ -29,86 +32,130 @@ class Source:
     split: str
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Events of size x size blocks of the sensor: frames [T, 2, 128, 128] to [T, 2, size, size]."""
-
-    size: int
-
-    def __call__(self, frames: Any) -> np.ndarray:
-        counts = torch.as_tensor(np.asarray(frames), dtype=torch.float32)
-        block = SENSOR // self.size
-        return np.asarray(F.avg_pool2d(counts, block) * block**2)
+def blocks(frames: Any, size: int) -> np.ndarray:
+    """Events of size x size blocks of the sensor: frames [T, 2, 128, 128] to [T, 2, size, size] (float32)."""
+    counts = torch.as_tensor(np.asarray(frames), dtype=torch.float32)
+    block = SENSOR // size
+    return np.asarray(F.avg_pool2d(counts, block) * block**2)
 
 
 @dataclass(frozen=True)
 class Recordings:
-    """tonic's DVS128 Gesture, item by item as (frames, label): each recording's events are checked, then counted."""
+    """DVS128 Gesture as a library reads it, item by item as (frames, label): events are checked, then counted.
+
+    ``dataset``'s items are (events, label), of the files ``paths``; ``to_frames`` takes checked columns t, x, y and p.
+    """
 
     dataset: Any
-    to_frames: Any
+    paths: list[str]
+    to_frames: Callable[[dict[str, np.ndarray]], np.ndarray]
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Raise DataError for a file that tonic cannot read, or whose events cannot be right (``event_files.checked``)."""
-        path = self.dataset.data[index]
+        """Raise DataError for a file that cannot be read, or whose events cannot be right (``event_files.checked``)."""
+        path = self.paths[index]
         try:
             events, label = self.dataset[index]
-        except Exception as error:  # numpy and tonic raise what they like
+            columns = {name: np.asarray(events[name]) for name in "txyp"}
+        except Exception as error:  # numpy and the libraries raise what they like
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); unpack it again") from None
-        found = checked({name: events[name] for name in "txyp"}, SENSOR, str(path))
-        in_order = np.empty(len(found["t"]), events.dtype)
-        for name, values in found.items():
-            in_order[name] = values
-        return self.to_frames(in_order), label
+        return self.to_frames(checked(columns, SENSOR, path)), int(label)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A data set of (frames, label) whose items are kept in ``folder``, each in a file, from when they are first read."""
+
+    dataset: Recordings
+    folder: Path
+    shape: tuple[int, ...]  # of one item's frames, [T, 2, size, size]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """Raise DataError also where what is kept is damaged, or of another shape."""
+        path = self.folder / f"{index}.npz"
+        if not path.exists():
+            frames, label = self.dataset[index]
+            write_whole(path, lambda draft: np.savez_compressed(draft, frames=frames, label=label))
+            return frames, label
+        try:
+            with path.open("rb") as file, np.load(file) as kept:
+                frames, label = kept["frames"], int(kept["label"])
+        except Exception as error:  # numpy raises anything from EOFError to zipfile.BadZipFile here
+            raise DataError(f"{path} is damaged ({error}); delete it and it is made again") from None
+        if frames.shape != self.shape:
+            raise DataError(f"{path} holds frames {list(frames.shape)}, not {list(self.shape)}; delete it")
+        return frames, label
+
+
+def _kept(root: Path, library: str, train: bool, found: Recordings, steps: int, size: int, workers: int) -> Indexed:
+    folder = root / "frames" / f"{library}-{'train' if train else 'test'}-{steps}-{size}"
+    return Indexed(Kept(found, folder, (steps, 2, size, size)), workers)
 
 
 def with_tonic(root: Path, steps: int, size: int, workers: int) -> Source:
-    """Frames of equal duration, cached under ``root``. Downloads where nothing is there. Raises DataError."""
+    """Frames of equal duration, kept under ``root``. Downloads where nothing is there. Raises DataError."""
     try:
         import tonic
     except ImportError:
         raise DataError("tonic is not installed: pip install tonic, or use --library spikingjelly") from None
-    frames = tonic.transforms.Compose(
-        [tonic.transforms.ToFrame(sensor_size=(SENSOR, SENSOR, 2), n_time_bins=steps), Blocks(size)]
-    )
+    to_frames = tonic.transforms.ToFrame(sensor_size=(SENSOR, SENSOR, 2), n_time_bins=steps)
+
+    def counted(events: dict[str, np.ndarray]) -> np.ndarray:
+        structured = np.empty(len(events["t"]), tonic.datasets.DVSGesture.dtype)
+        for name, values in events.items():
+            structured[name] = values
+        return blocks(to_frames(structured), size)
+
     parts = []
     for train in (True, False):
         try:
-            found = Recordings(tonic.datasets.DVSGesture(str(root), train=train), frames)
+            dataset = tonic.datasets.DVSGesture(str(root), train=train)
         except Exception as error:  # urllib, tarfile and tonic's own checks raise what they like
             raise DataError(
                 f"tonic finds no DVS128 Gesture under {root} and cannot download it ({type(error).__name__}: {error}); "
                 f"put ibmGestureTrain.tar.gz and ibmGestureTest.tar.gz, unpacked, into {root}/DVSGesture, or use --synthetic"
             ) from None
-        cache = root / "frames" / f"{'train' if train else 'test'}-{steps}-{size}"
-        parts.append(Indexed(tonic.DiskCachedDataset(found, str(cache)), workers))
+        found = Recordings(dataset, [str(path) for path in dataset.data], counted)
+        parts.append(_kept(root, "tonic", train, found, steps, size, workers))
     return Source(parts[0], parts[1], f"tonic's split, {len(parts[0])} / {len(parts[1])}")
 
 
 def with_spikingjelly(root: Path, steps: int, size: int, workers: int) -> Source:
-    """Frames of equally many events, SpikingJelly's recipe. Raises DataError, also where its package cannot be imported."""
+    """Frames of equally many events, SpikingJelly's recipe, kept under ``root``.
+
+    Its own frames are not read: SpikingJelly makes them of events as they stand, in order or not.
+
+    Raises:
+        DataError: nothing is there, or spikingjelly.datasets cannot be imported.
+    """
     try:
+        from spikingjelly.datasets import integrate_events_by_fixed_frames_number as integrated
         from spikingjelly.datasets.dvs128_gesture import DVS128Gesture
     except (ImportError, RuntimeError, OSError) as error:
         raise DataError(
             f"spikingjelly.datasets cannot be imported ({error}). torch and torchaudio must come from the same CUDA "
             "release (torch 2.11, torchvision 0.26 and torchaudio 2.11 fit); or use --library tonic, which needs neither"
         ) from None
+
+    def counted(events: dict[str, np.ndarray]) -> np.ndarray:
+        return blocks(integrated(events, "number", steps, SENSOR, SENSOR), size)
+
     parts = []
     for train in (True, False):
         try:
-            found = DVS128Gesture(
-                str(root), train=train, data_type="frame", frames_number=steps, split_by="number", transform=Blocks(size)
-            )
+            dataset = DVS128Gesture(str(root), train=train, data_type="event")
         except Exception as error:  # whatever reading or unpacking a partial download raises
             raise DataError(
                 f"SpikingJelly cannot read DVS128 Gesture under {root} ({type(error).__name__}: {error}); "
                 f"put DvsGesture.tar.gz into {root / 'download'}, or use --synthetic"
             ) from None
-        parts.append(Indexed(found, workers))
+        found = Recordings(dataset, [str(path) for path, _ in dataset.samples], counted)
+        parts.append(_kept(root, "spikingjelly", train, found, steps, size, workers))
     return Source(parts[0], parts[1], f"SpikingJelly's split, {len(parts[0])} / {len(parts[1])}")
 
 

@@ -19,6 +19,7 @@ from sj_tac.tuning.measure import run
 
 SUFFIXES = (".npy", ".npz", ".pt")
 FRAMES, LABELS = ("frames", "x", "data"), ("labels", "y", "targets")
+COUNT = "count them into frames [T, N, C, H, W] first, with tonic.transforms.ToFrame, say"
 WRAPPED = ("state_dict", "model", "net", "model_state_dict")
 
 
@@ -214,6 +215,8 @@ def _file(path: Path) -> Any:
 
 def _named(arrays: dict[str, Any], path: Path) -> tuple[Tensor, Tensor | None]:
     """Return a file's frames and labels, whatever else it holds. Raise UsageError where it has no frames."""
+    if {"t", "x", "y", "p"} <= arrays.keys():  # SpikingJelly's layout, where "x" and "y" are neither frames nor labels
+        raise UsageError(f"data {path} holds events (arrays {', '.join(arrays)}), not frames; {COUNT}")
     frames = next((arrays[name] for name in FRAMES if name in arrays), None)
     labels = next((arrays[name] for name in LABELS if name in arrays), None)
     if frames is None and len(arrays) == 1:
@@ -229,10 +232,7 @@ def _tensor(values: Any, path: Path) -> Any:
     if not isinstance(values, np.ndarray):
         return values
     if values.dtype.names:
-        raise UsageError(
-            f"data {path} holds events (fields {', '.join(values.dtype.names)}), not frames; count them into frames "
-            "[T, N, C, H, W] first, with tonic.transforms.ToFrame, say"
-        )
+        raise UsageError(f"data {path} holds events (fields {', '.join(values.dtype.names)}), not frames; {COUNT}")
     try:
         return torch.from_numpy(values)
     except TypeError as error:

@@ -210,6 +210,7 @@ WRONG = [
         ["diagnose", "--data", "events.npy"],
     ),
     (2, "data events.npz holds events (fields x, t), not frames", ["diagnose", "--data", "events.npz"]),
+    (2, "data columns.npz holds events (arrays t, x, y, p), not frames; count", ["diagnose", "--data", "columns.npz"]),
     (2, "data words.npy cannot be read (can't convert np.ndarray of type numpy.str_", ["diagnose", "--data", "words.npy"]),
     (2, "(frames [4, 3, 3, 8, 8]): Sequential does not run on a batch [4, 2, 3, 8, 8]", [*PLAN, "--data", "channels.npy"]),
     (2, "data 'mine:sparse' is sparse (torch.sparse_coo); give dense frames", [*PLAN, "--data", "mine:sparse"]),
@@ -235,6 +236,7 @@ def test_wrong_input_is_one_message_and_writes_nothing(folder, invoked, status, 
     np.save("flat.npy", x[:, :, 0, 0, 0])
     np.save("events.npy", np.zeros(5, [("x", "i2"), ("t", "i8")]))
     np.savez("events.npz", events=np.load("events.npy"))
+    np.savez("columns.npz", **dict.fromkeys("txyp", np.zeros(5, int)))
     np.save("words.npy", np.array(["a", "b"]))
     np.save("channels.npy", np.ones((4, 3, 3, 8, 8), np.float32))
     for name, labels in (("labels", np.zeros(10, int)), ("turned", np.zeros(4, int)), ("one", np.int64(3))):

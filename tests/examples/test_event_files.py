@@ -126,7 +126,7 @@ def test_gestures_that_tonic_hands_out_are_checked(tmp_path):
 
     def first(folder):
         source = dvs128.with_tonic(tmp_path / folder, 4, 16, 0)
-        rows = [path.endswith("0.npy") for path in map(str, source.test.dataset.dataset.dataset.data)]
+        rows = [path.endswith("0.npy") for path in map(str, source.test.dataset.dataset.paths)]
         ((frames, _),) = source.test.load([torch.tensor([rows.index(True)])], [0])
         return frames
 
@@ -140,3 +140,61 @@ def test_gestures_that_tonic_hands_out_are_checked(tmp_path):
         first("outside")
     with pytest.raises(DataError, match=r"0\.npy cannot be read \(IndexError"):
         first("cut")
+
+
+def spikingjelly_gestures(root, turned=False, **change):
+    """DVS128 Gesture as SpikingJelly keeps it, two recordings a part; ``change`` replaces columns of the first."""
+    for part in ("train", "test"):
+        for label, events in enumerate(generated_gestures(400)[:2]):
+            columns = dict(zip("xyp", events.T.astype(np.int64), strict=False), t=np.arange(len(events)) * 10)
+            columns |= change if label == 0 else {}
+            held = root / "events_np" / part / str(label)
+            held.mkdir(parents=True)
+            np.savez(held / "user01_lab_0.npz", **{name: v[::-1] if turned else v for name, v in columns.items()})
+
+
+def test_gestures_that_spikingjelly_keeps_are_checked_and_counted_by_its_own_function(tmp_path):
+    datasets_of_host = pytest.importorskip("spikingjelly.datasets")
+    spikingjelly_gestures(tmp_path / "good")
+    spikingjelly_gestures(tmp_path / "turned", turned=True)
+    spikingjelly_gestures(tmp_path / "outside", x=np.full(400, 128))
+    spikingjelly_gestures(tmp_path / "no times", t=np.linspace(0, 1, 400))
+
+    def read(folder):
+        ((frames, labels),) = dvs128.with_spikingjelly(tmp_path / folder, 4, 128, 0).test.load([torch.arange(2)], [0])
+        assert labels.tolist() == [0, 1]
+        return frames
+
+    expected = read("good")
+    for n in range(2):
+        with np.load(tmp_path / "good" / "events_np" / "test" / str(n) / "user01_lab_0.npz") as events:
+            frames = datasets_of_host.integrate_events_by_fixed_frames_number(events, "number", 4, 128, 128)
+        assert np.array_equal(expected[:, n], frames)
+    with pytest.warns(DataWarning, match="not in order of time"):
+        found = read("turned")
+    assert torch.equal(found, expected)
+    with pytest.raises(DataError, match=r"user01_lab_0\.npz: x\[0\] is 128, outside the sensor of 128 x 128"):
+        read("outside")
+    with pytest.raises(DataError, match=r"user01_lab_0\.npz: t has dtype float64"):
+        read("no times")
+
+
+def test_kept_frames_are_read_again_and_refused_where_they_are_damaged_or_of_another_shape(tmp_path):
+    pytest.importorskip("tonic")
+    gesture_folder(tmp_path, generated_gestures(200))
+
+    def read():
+        ((frames, _),) = dvs128.with_tonic(tmp_path, 4, 16, 0).test.load([torch.tensor([3])], [0])
+        return frames
+
+    expected = read()
+    (kept,) = (tmp_path / "frames" / "tonic-test-4-16").iterdir()
+    for path in (tmp_path / "DVSGesture" / "ibmGestureTest").rglob("*.npy"):
+        np.save(path, np.zeros((3, 4)))
+    assert torch.equal(read(), expected), "what is kept is not made again"
+    np.savez(kept, frames=np.zeros((4, 2, 32, 32)), label=3)
+    with pytest.raises(DataError, match=r"3\.npz holds frames \[4, 2, 32, 32\], not \[4, 2, 16, 16\]; delete it"):
+        read()
+    kept.write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"3\.npz is damaged"):
+        read()
