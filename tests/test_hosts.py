@@ -1,5 +1,7 @@
 """The two hosts: a checkpoint of the quickstart's net goes from the one to the other, converts there, and comes back."""
 
+import copy
+import math
 import subprocess
 from pathlib import Path
 
@@ -7,12 +9,13 @@ import hosts
 import pytest
 import quickstart
 import torch
-from spikingjelly.activation_based import base, layer, neuron
+from spikingjelly.activation_based import base, functional, layer, neuron
 from support import conv, frames, node, norm
 from torch import nn
 
 import sj_tac
 from sj_tac import host
+from sj_tac.errors import InputError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPT = """
@@ -82,3 +85,76 @@ def test_which_host_this_is():
     with torch.no_grad():
         fast(frames(4, 2, 2, 6, 6))
     assert fast[2].v.shape == (2, 3, 6, 6)
+
+
+NEURONS = {"LIF": neuron.LIFNode, "IF": neuron.IFNode, "PLIF": neuron.ParametricLIFNode}
+NODES = pytest.mark.parametrize(("kind", "v_reset"), [("LIF", None), ("LIF", 0.0), ("IF", None), ("PLIF", -0.1)])
+
+
+def one_neuron(kind, v_reset, v_threshold):
+    torch.manual_seed(0)
+    spiking = NEURONS[kind](v_reset=v_reset, step_mode="m")
+    spiking.v_threshold = v_threshold
+    return nn.Sequential(conv(2, 6), norm(6), spiking).double()
+
+
+def ran(net, x):
+    """Spikes, last voltages and gradients of a call in training mode."""
+    net.train()
+    functional.reset_net(net)
+    y = net(x)
+    (y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return [y.detach(), net[2].v.detach(), *(p.grad for p in net.parameters())]
+
+
+@NODES
+@pytest.mark.parametrize("mode", ["preserve", "collapse"])
+def test_a_trained_threshold_has_the_sources_gradient(kind, v_reset, mode):
+    """SpikingJelly before 2.0 passes a threshold no gradient through a soft reset, and neither does a converted net."""
+    source, x = one_neuron(kind, v_reset, nn.Parameter(torch.tensor(0.4))), frames(6, 3, 2, 7, 7, dtype=torch.float64)
+    made = [sj_tac.convert(copy.deepcopy(source), mode, k, fuse=fuse) for k in (1, 2) for fuse in (True, False)]
+    of_source, *found = [ran(net, x) for net in (source, *made)]
+    assert 0.05 < of_source[0].mean() < 0.6
+    pairs = [(found[0], of_source), (found[1], of_source)] if mode == "preserve" else []
+    for got, expected in [*pairs, (found[0], found[1]), (found[2], found[3])]:
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    by_the_host = v_reset is None and not host.IS_V2
+    assert ("v_threshold is trained" in str(sj_tac.report(made[2]))) is by_the_host
+
+
+@NODES
+@pytest.mark.parametrize("threshold", [math.inf, torch.tensor(math.inf), -math.inf, math.nan])
+def test_a_threshold_without_end_leaves_the_sources_voltages(kind, v_reset, threshold):
+    """A soft reset by it is 0 times infinity in SpikingJelly: NaN, which a converted net does not hide."""
+    source, x = one_neuron(kind, v_reset, threshold), frames(6, 3, 2, 7, 7, dtype=torch.float64)
+    for k in (1, 2):
+        fused, unfused = [sj_tac.convert(copy.deepcopy(source), "preserve", k, fuse=fuse) for fuse in (True, False)]
+        nets = [fused, unfused, *([source] if k == 1 else [])]
+        got, *others = [ran(net, x)[:2] for net in nets]
+        with torch.no_grad():
+            for net in nets:
+                functional.reset_net(net.eval())
+            again, *others_again = [[net(x), net[2].v] for net in nets]
+        for one, other in [*((got, o) for o in others), *((again, o) for o in others_again)]:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert v_reset is not None or threshold == -math.inf or got[1].isnan().all()
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("mode", ["preserve", "collapse"])
+def test_another_number_of_samples_without_a_reset(mode, fuse):
+    """SpikingJelly 2.0 makes new voltages; before, its error was torch's, about sizes of tensors."""
+    fast = sj_tac.convert(one_neuron("LIF", 0.0, 0.4).eval(), mode, 2, fuse=fuse)
+    x = frames(6, 4, 2, 7, 7, dtype=torch.float64)
+    with torch.no_grad():
+        few = fast(x[:, :2])
+        if not host.IS_V2:
+            message = r"neuron '2' holds voltages \[2, 6, 7, 7\] of an earlier call, .* \[4, 6, 7, 7\]; call"
+            with pytest.raises(InputError, match=message):
+                fast(x)
+            functional.reset_net(fast)
+        whole = fast(x)
+        assert (whole[:, :2] != few).double().mean() < 0.01
+        fast[2].v = torch.tensor(0.3, dtype=torch.float64).expand(1, 1, 1, 1)
+        if not host.IS_V2:
+            assert (fast(x) != whole).any(), "one voltage for all samples and places fits"

@@ -75,6 +75,7 @@ from sj_tac.host.state import (
     reset as reset,
     reset_memories as reset_memories,
     take_state as take_state,
+    unfit_voltage as unfit_voltage,
     wide_dtype as wide_dtype,
 )
 from sj_tac.host.types import (

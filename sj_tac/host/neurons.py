@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Any
 
@@ -124,7 +125,18 @@ def neuron_problem(node: Any) -> str:
             value = getattr(node, name, None)
             if isinstance(value, Tensor) and value.requires_grad:
                 return f"its {name} is trained"
-    return ""
+    return _soft_reset_problem(node.v_threshold) if reset is None else ""
+
+
+def _soft_reset_problem(threshold: Any) -> str:
+    """Why a soft reset must be the host's own, ``v - spike * v_threshold`` as it stands."""
+    if isinstance(threshold, Tensor) and (threshold.dim() or threshold.requires_grad):
+        if not IS_V2 and torch.is_grad_enabled() and threshold.requires_grad:
+            return "its v_threshold is trained, and SpikingJelly before 2.0 passes it no gradient through a soft reset"
+        return ""
+    if math.isfinite(threshold):
+        return ""
+    return f"its v_threshold is {number(threshold)}, and SpikingJelly's soft reset by it makes voltages NaN"
 
 
 def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:

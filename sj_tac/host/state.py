@@ -33,15 +33,22 @@ def take_state(node: Any, frames: Tensor) -> Tensor:
         node.v = held = torch.full_like(frames[0], held, dtype=wide)
     if not held.is_floating_point():
         held = held.to(wide)
-    return held if held.shape == frames.shape[1:] else _broadcast(held, frames.shape[1:])
+    return held if held.shape == frames.shape[1:] else held.expand(frames.shape[1:]).contiguous()
 
 
-def _broadcast(voltage: Tensor, frame: torch.Size) -> Tensor:
-    """A voltage that the user set for all samples, or all places, for each; one of another shape as it is."""
+def unfit_voltage(node: Any, frame: torch.Size) -> list[int]:
+    """Shape of the voltage that a call before left, where it is not one for ``frame``, [N, C, H, W]; empty where it is.
+
+    SpikingJelly 2.0 replaces such a voltage by itself. A voltage that was set for all samples or places fits.
+    """
+    held = None if IS_V2 else node._memories["v"]
+    if not isinstance(held, Tensor) or held.shape == frame:
+        return []
     try:
-        return voltage.expand(frame).contiguous()
-    except RuntimeError:  # the kernels' check has words for it
-        return voltage
+        held.expand(frame)
+    except RuntimeError:
+        return list(held.shape)
+    return []
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ here, takes the long way (neurons.py), which knows everything.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,7 @@ def _numbers(node: Any, unit: Unit, x: Shared) -> tuple[Any, ...] | None:
         or surrogate._forward_pre_hooks
         or type(threshold) not in (float, int)
         or type(reset) not in (float, int, type(None))
+        or (reset is None and not math.isfinite(threshold))
         or type(decays) is not bool
         or type(detaches) is not bool
         # The voltages of all steps are wanted, or may be: both hosts keep it here.
