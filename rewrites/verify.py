@@ -20,7 +20,8 @@ from sj_tac.host import dispatch
 from sj_tac.kernels import backends
 from sj_tac.runtime.borders import definition
 
-_MEASURED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+_MEASURED = (*_CONVS, nn.Linear)
 
 _ROW = 4096  # words of a digest's rows
 _WEIGHTS = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0), device="cpu") * 2 + 1
@@ -109,7 +110,7 @@ def run(
         watched: with hooks on all modules; exact: take down digests, too. sample: T and N, where the neurons said so.
     """
     data = tensors(arguments)
-    batch = sample.batch if sample is not None else _batch(data[0]) if data else 1
+    batch = sample.batch if sample is not None else _batch(data[0], model) if data else 1
     found, entered = Run({}, [], []), []
     counts = _Counts(batch, sample, set(sites.values()))
 
@@ -149,9 +150,11 @@ def _hooked(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
 
 
-def _batch(data: Tensor) -> int:
-    """N of the first input: [T, N, C, H, W], or N in front."""
-    return data.shape[1] if data.dim() == 5 else data.shape[0] if data.dim() else 1
+def _batch(data: Tensor, model: nn.Module) -> int:
+    """N of the first input: [T, N, C, ...] with as many sizes behind C as the net's first conv slides over, or N in front."""
+    first = next((m for m in model.modules() if isinstance(m, _CONVS)), None)
+    slides = 2 if first is None else len(first.kernel_size)
+    return data.shape[1] if data.dim() == 3 + slides else data.shape[0] if data.dim() else 1
 
 
 def _seen(name: str, output: list[Tensor], exact: bool) -> Seen:

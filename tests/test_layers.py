@@ -4,7 +4,7 @@ import pairs
 import pytest
 import torch
 from defined import check, given, same
-from spikingjelly.activation_based import functional, layer
+from spikingjelly.activation_based import functional, layer, neuron
 from support import awake, conv, frames, node, norm, only_v2, same_state
 from torch import nn
 
@@ -218,3 +218,12 @@ def test_a_net_that_spikingjellys_converter_made_of_an_ann(scale_by_channel):
         )
     fast = check(net, "preserve", x, k=2, example_input=x)
     assert len(sj_tac.report(fast).converted) == 2
+
+
+@pairs.parametrize(spatial=[1, 2, 3], times=[(5, 3), (3, 5)], behind=["no neuron", "another neuron"])
+def test_macs_of_refused_layers_are_a_samples(spatial, times, behind):
+    conv_of = (layer.Conv1d, layer.Conv2d, layer.Conv3d)[spatial - 1]
+    net = nn.Sequential(conv_of(2, 4, 3, padding=1, **M), nn.ReLU() if behind == "no neuron" else neuron.QIFNode(**M)).eval()
+    plan = sj_tac.plan(net, k=2, example_input=frames(*times, 2, *[6] * spatial))
+    assert [v.status for v in plan.verdicts] == ["refused"]
+    assert plan["0"].macs_before == plan["0"].macs_after == times[0] * 2 * 4 * 3**spatial * 6**spatial

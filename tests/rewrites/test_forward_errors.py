@@ -81,7 +81,22 @@ def test_a_keyword_that_must_be_given_needs_no_sample():
     torch.testing.assert_close(sj_tac.convert(made(Needs), k=2)(X, gain=1.0), wanted, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("make", [lambda net: bare(net.run), lambda net: lambda x: net.run(x)], ids=["decorated", "lambda"])
+def with_an_empty_cell(net):
+    """A forward whose closure holds a name without a value before the net's."""
+
+    def forward(x):
+        return net.run(x if net.training is not None else absent)
+
+    if net is None:
+        absent = None
+    return forward
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda net: bare(net.run), lambda net: lambda x: net.run(x), with_an_empty_cell],
+    ids=["decorated", "lambda", "empty cell"],
+)
 def test_a_forward_that_a_copy_shares_with_its_source(make):
     """It would run the source's modules, whatever becomes of the copy's."""
     net = made(Plain)
