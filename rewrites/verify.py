@@ -151,7 +151,7 @@ def _hooked(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _batch(data: Tensor, model: nn.Module) -> int:
-    """N of the first input: [T, N, C, ...] with as many sizes behind C as the net's first conv slides over, or N in front."""
+    """N of the first input: [T, N, C, ...], with as many sizes behind C as the first conv slides over, or N in front."""
     first = next((m for m in model.modules() if isinstance(m, _CONVS)), None)
     slides = 2 if first is None else len(first.kernel_size)
     return data.shape[1] if data.dim() == 3 + slides else data.shape[0] if data.dim() else 1
