@@ -133,6 +133,15 @@ def test_groups_come_out_whatever_the_way(spikes, way):
     assert y.std() > 0
 
 
+@pytest.mark.parametrize(("first", "last", "count"), [("frames", "groups", 5), ("groups", "frames", 10)])
+def test_the_last_collapse_says_in_what_the_output_comes(first, last, count):
+    net = awake(three_layers(), inputs(10))
+    *_, name = [v.layer for v in sj_tac.plan(net).converted]
+    default = {"mode": "collapse", "k": 2, "emit": first}
+    fast = sj_tac.convert(net, {"default": default, "rules": [{"match": name, "emit": last}]})
+    assert len(fast(inputs(10))) == count
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_folded_frames_come_out_as_they_are(fuse):
     """Their rows are samples of all frames, of which no group can be told."""

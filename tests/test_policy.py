@@ -150,6 +150,14 @@ def test_hostile_files_are_a_clear_error_within_a_second(name, tmp_path):
     assert len(str(raised.value)) < 3_000
 
 
+def test_twenty_levels_are_read(tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text("[" * 20 + "]" * 20)
+    with pytest.raises(PolicyError, match="mapping") as raised:
+        Policy.load(path)
+    assert "nested" not in str(raised.value)
+
+
 PATTERNS = {
     "alternatives": ("re:" + "(a|a)*" * 20, "takes too long"),
     "copies": ("re:((a{1000}){1000}){1000}", "more than 1000 times"),

@@ -210,4 +210,6 @@ def test_the_frontier_is_drawn_in_its_place(tmp_path):
     # In the order of the trials, the chosen one last: speed-ups 1, 3, 2, 1.8; metrics .9, .7, .6, .89, upwards.
     assert sorted(xs) == [xs[0], xs[3], xs[2], xs[1]]
     assert sorted(ys) == [ys[0], ys[3], ys[1], ys[2]]
+    # Linear, with a twentieth of room at both ends of 560 pixels, in tenths of a pixel.
+    assert xs == [round(60 + 560 * (speedup - 0.9) / 2.2, 1) for speedup in (1, 3, 2, 1.8)]
     assert "refused one" not in "".join(page.texts)

@@ -144,6 +144,7 @@ FRAMES = {
     "by maps": lambda x, y, g: x / (MAP.abs() + 1) + MAP,
     "by sample": lambda x, y, g: x * SAMPLES.view(N, 1, 1, 1),
     "by frame": lambda x, y, g: x * torch.linspace(0.5, 2, T, dtype=x.dtype).view(T, 1, 1, 1, 1),
+    "rows through a matrix": lambda x, y, g: F.linear(x, 0.3 * MAP[0]),
     "plus frames": lambda x, y, g: torch.ones(T, N, C, SIZE, SIZE, dtype=x.dtype) + x,
     "of other shapes": lambda x, y, g: several(x[..., :1] * MAP, x * CHANNELS.new_ones(2, 1, 1, 1, 1, 1)),
     "matrix products": lambda x, y, g: several(g.view(1, C) @ x.flatten(3), MAP[0, 0] @ x, x @ MAP[0, 0], MAP[:, 0] @ x),
