@@ -176,7 +176,8 @@ def test_an_operation_in_a_net_whose_layers_are_frozen(name):
 SHARED = [
     "sum", "difference", "summed in place", "with its copy, in place", "rows side by side", "scaled", "moved in place",
     "scaled in place by channels", "copy", "detached, and itself", "flat maps and back", "folded and back", "transposed",
-    "halves, one by one", "rows through a matrix", "turned", "rolled", "dropout that is off", "put", "put with a place for time",
+    "halves, one by one", "rows through a matrix", "turned", "rolled", "dropout that is off", "put",
+    "put with a place for time",
 ]  # fmt: skip
 
 
