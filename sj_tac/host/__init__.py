@@ -65,6 +65,7 @@ from sj_tac.host.registry import (
 )
 from sj_tac.host.state import (
     carries_state as carries_state,
+    check_voltage as check_voltage,
     detached_memories as detached_memories,
     folded as folded,
     foreign_hooks as foreign_hooks,
@@ -75,7 +76,6 @@ from sj_tac.host.state import (
     reset as reset,
     reset_memories as reset_memories,
     take_state as take_state,
-    unfit_voltage as unfit_voltage,
     wide_dtype as wide_dtype,
 )
 from sj_tac.host.types import (

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import InputError
 from sj_tac.host import dispatch, neuron
 from sj_tac.kernels import backends, reference
 from sj_tac.kernels.layout import laid_like
@@ -163,7 +162,7 @@ class UnitModule(ByState, neuron.BaseNode):
         unit = self._tac
         if unit.folded or unit.borders.collapses or not unit.borders.entered:
             x_seq = self._look_at(x_seq)
-        self._check_voltages(x_seq)
+        host.check_voltage(self, x_seq.shape[1:], unit.name)
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
         fused = unit.borders.fused
@@ -188,14 +187,6 @@ class UnitModule(ByState, neuron.BaseNode):
             return self._on_drives(shared)
         x = ordinary(x_seq, unit.name)
         return self._emit(self._run(x, None, None, single(x.shape[0])), single(x.shape[0]), None)
-
-    def _check_voltages(self, x_seq: Tensor) -> None:
-        left = host.unfit_voltage(self, x_seq.shape[1:])
-        if left:
-            raise InputError(
-                f"neuron {self._tac.name!r} holds voltages {left} of an earlier call, and this call's frames are "
-                f"{list(x_seq.shape[1:])}; call functional.reset_net(net) between calls of different shapes"
-            )
 
     def _run(
         self, y: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor] | None, groups: Groups, merge: Any = None
