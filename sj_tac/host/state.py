@@ -17,7 +17,6 @@ from spikingjelly.activation_based import base, functional
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
-from sj_tac.errors import InputError
 from sj_tac.host.neurons import resting_voltage
 from sj_tac.host.registry import is_registered_neuron
 from sj_tac.host.types import IS_V2
@@ -35,23 +34,6 @@ def take_state(node: Any, frames: Tensor) -> Tensor:
     if not held.is_floating_point():
         held = held.to(wide)
     return held if held.shape == frames.shape[1:] else held.expand(frames.shape[1:]).contiguous()
-
-
-def check_voltage(node: Any, frame: torch.Size, name: str) -> None:
-    """Raise InputError where the voltage that a call before left is none for ``frame``, [N, C, H, W].
-
-    SpikingJelly 2.0 replaces such a voltage by itself. A voltage that was set for all samples or places fits.
-    """
-    held = None if IS_V2 else node._memories["v"]
-    if not isinstance(held, Tensor) or held.shape == frame:
-        return
-    try:
-        held.expand(frame)
-    except RuntimeError:
-        raise InputError(
-            f"neuron {name!r} holds voltages {list(held.shape)} of an earlier call, and this call's frames are {list(frame)}; "
-            "call functional.reset_net(net) between calls of different shapes"
-        ) from None
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

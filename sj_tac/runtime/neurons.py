@@ -30,7 +30,7 @@ from sj_tac.runtime.launching import Prepared
 from sj_tac.runtime.layers import pending
 from sj_tac.runtime.marks import defined
 from sj_tac.runtime.regions import as_traced
-from sj_tac.runtime.runs import Inputs, Run
+from sj_tac.runtime.runs import Inputs, Run, check_voltage
 from sj_tac.runtime.values import Shared, Spikes, ordinary
 
 # What runs a neuron, as long as nobody has patched it.
@@ -162,7 +162,7 @@ class UnitModule(ByState, neuron.BaseNode):
         unit = self._tac
         if unit.folded or unit.borders.collapses or not unit.borders.entered:
             x_seq = self._look_at(x_seq)
-        host.check_voltage(self, x_seq.shape[1:], unit.name)
+        check_voltage(self, x_seq.shape[1:])
         if unit.borders.are_plain:
             return self._on_frames(ordinary(x_seq, unit.name), *args, **kwargs)
         fused = unit.borders.fused

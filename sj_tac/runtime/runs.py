@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sj_tac.errors import StaleValueError
+from sj_tac import host
+from sj_tac.errors import InputError, StaleValueError
 from sj_tac.host import dispatch
 from sj_tac.kernels import fire as kernels
 from sj_tac.kernels.layout import of_shape
@@ -156,3 +157,20 @@ def _number(w: Tensor | None) -> float | None:
     """A PLIF's w where it is at hand: who writes it through ``.data`` leaves no other trace."""
     known = w is not None and w.device.type in dispatch.AT_HAND and not w.dim() and dispatch.is_plain(w)
     return w.item() if known and w is not None else None
+
+
+def check_voltage(node: Any, frame: torch.Size) -> None:
+    """Raise InputError where the voltage that a call before left does not fit the call's frames, [N, C, H, W].
+
+    SpikingJelly 2.0 replaces such a voltage by itself. A voltage that was set for all samples or places fits.
+    """
+    held = None if host.IS_V2 else node._memories["v"]
+    if not isinstance(held, Tensor) or held.shape == frame:
+        return
+    try:
+        held.expand(frame)
+    except RuntimeError:
+        raise InputError(
+            f"neuron {node._tac.name!r} holds voltages {list(held.shape)} of an earlier call, and this call's frames are "
+            f"{list(frame)}; call functional.reset_net(net) between calls of different shapes"
+        ) from None
