@@ -133,6 +133,28 @@ def test_groups_come_out_whatever_the_way(spikes, way):
     assert y.std() > 0
 
 
+def test_learned_weights_behind_a_collapse_are_shared_out_where_a_hook_tells_its_frames_apart():
+    """k=4 behind a collapse by 2 learns two weights; each is for two frames once these are no longer alike."""
+    torch.manual_seed(0)
+    net = nn.Sequential(conv(2, 4), node("lif", v_threshold=0.3), conv(4, 4), node("lif", v_threshold=1e9)).double().eval()
+    x, seen = frames(8, 2, 2, 8, 8, dtype=torch.float64), []
+    default = {"mode": "preserve", "k": 4, "weights": "learned"}
+    fast = sj_tac.convert(net, {"default": default, "rules": [{"match": "0", "mode": "collapse", "k": 2}]})
+    fast[2].tac_logits.data = torch.tensor([0.0, 1.0], dtype=torch.float64)
+
+    def changed(module, args, spikes):
+        seen.append(spikes * torch.linspace(0.5, 2, 8, dtype=torch.float64).view(-1, 1, 1, 1, 1))
+        return seen[-1]
+
+    fast[1].register_forward_hook(changed)
+    with torch.no_grad():
+        fast(x)
+        first, last = torch.softmax(torch.tensor([0.0, 1.0], dtype=torch.float64), 0) / 2
+        sums = torch.stack([first * (a + b) + last * (c + d) for a, b, c, d in torch.cat([seen[0]]).split(4)])
+        net[3](net[2](sums).repeat_interleave(4, 0))
+    torch.testing.assert_close(fast[3].v, net[3].v, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(("first", "last", "count"), [("frames", "groups", 5), ("groups", "frames", 10)])
 def test_the_last_collapse_says_in_what_the_output_comes(first, last, count):
     net = awake(three_layers(), inputs(10))

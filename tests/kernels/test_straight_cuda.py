@@ -104,6 +104,16 @@ def lying(x, how):
     return x
 
 
+@pytest.mark.parametrize("how", ["dense", "odd"])
+def test_frames_are_copied_where_no_vector_may_begin_and_nowhere_else(how):
+    """A GPU that reads a vector from elsewhere stops with a misaligned address; a copy costs a launch."""
+    x = lying(torch.randn(3, 2, 4, 6, 8), how)
+    found = prepared._lying(x, x.stride(), False)
+    assert found.data_ptr() % prepared.ALIGNED == 0
+    assert torch.equal(found, x)
+    assert (found is x) == (how == "dense")
+
+
 LIES = [("last", "2x2", torch.float32), ("gaps", "none", torch.bfloat16)]
 if pairs.EXHAUSTIVE:
     LIES = list(product(["dense", "last", "odd", "gaps"], ["none", "2x2", "3x3"], [torch.float32, torch.bfloat16]))

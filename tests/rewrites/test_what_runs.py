@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from idioms.test_idioms import IDIOMS, make
-from support import csnn, frames, no_collapse
+from support import conv, csnn, frames, no_collapse, node
+from torch import nn
 
 import sj_tac
 from sj_tac import host
@@ -62,3 +63,24 @@ def test_each_layer_did_what_it_did_before(name):
 
 if __name__ == "__main__":
     TABLE.write_text(json.dumps({name: rows_of(name) for name in [*CHAINS, *IDIOMS]}, indent=1) + "\n")
+
+
+class Forked(nn.Module):
+    """Spikes for two convolutions, and behind one of these another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList([conv(2, 4), conv(4, 4), conv(4, 4), conv(4, 4)])
+        self.lifs = nn.ModuleList([node("lif", v_threshold=0.3) for _ in self.convs])
+
+    def forward(self, x):
+        spikes = self.lifs[0](self.convs[0](x))
+        a, b = (self.lifs[i](self.convs[i](spikes)) for i in (1, 2))
+        return self.lifs[3](self.convs[3](a)), b
+
+
+def test_sums_are_made_behind_a_fork_whose_readers_want_different_ones():
+    policy = {"default": {"mode": "preserve", "k": 2}, "rules": [{"match": "convs.2", "k": 3}]}
+    fast = sj_tac.convert(Forked().eval(), policy, example_input=frames(6, 2, 2, 8, 8))
+    assert [v.reads for v in sj_tac.report(fast).converted] == ["frames", "frames", "frames", "sums"]
