@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from sj_tac.errors import BackendError
 from sj_tac.functional import aggregate, fire
-from sj_tac.kernels import reference
+from sj_tac.kernels import fire as kernels, reference
 
 BACKENDS = ["numba", "reference"]
 
@@ -83,6 +83,21 @@ def test_forward_mode_is_refused(route):
                 call(dual)
     with forward_ad.dual_level():  # nothing is lost here
         assert call(x).shape[-2:] == x.shape[-2:]
+
+
+def test_forward_mode_of_an_operator_that_is_called_by_itself_is_refused():
+    """torch hands its kernel a tensor without the tangent."""
+    x = torch.randn(4, 1, 2, 4, 4)
+    of = kernels.operands(kernels.Call(x, node("lif", v_threshold=0.4), [1] * 4), None)
+
+    def call(x):
+        return torch.ops.sj_tac.fire(x, *of[1:])[0]
+
+    assert call(x).sum() > 0
+    with pytest.raises(NotImplementedError, match=SAYS):
+        torch.func.jvp(call, (x,), (torch.ones_like(x),))
+    with pytest.raises(NotImplementedError, match=SAYS):
+        torch.func.jvp(lambda x: 2 * x.sum() + call(x.detach()).sum(), (x,), (torch.ones_like(x),))
 
 
 def test_the_gradient_of_a_gradient_of_spikes_is_refused():
