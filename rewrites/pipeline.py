@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from rewrites import swap, verify as verification
@@ -79,14 +80,14 @@ class Source:
     def __init__(self, model: nn.Module, layers: Sequence[str], *, example_input: Any, backend: str = "auto") -> None:
         check_plain(model)
         self.model, self.layers, self.example = model, tuple(layers), example_input
-        target = deep_copy(model)
+        target = deep_copy(model, or_inplace=False)
         found = look(target, layers, example_input, backends.choose(backend), True)
         self._looked = run_source(found, target, example_input, True)
 
     def convert(self, policy: Policy) -> nn.Module:
         """What ``convert_with`` makes of the model under ``policy``."""
         assert set(policy.layers) == set(self.layers), (policy.layers, self.layers)
-        target = deep_copy(self.model)
+        target = deep_copy(self.model, or_inplace=False)
         # Who tries many policies measures what each does, and converts under the one that is kept once more.
         return _made(decide(self._looked, target, policy, self.example), self.model, target, self.example, None, tried=True)
 
@@ -165,7 +166,7 @@ def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_inpu
         ConversionError: converted before, or no deep copy.
     """
     check_plain(model)
-    target = deep_copy(model, dry=True)
+    target = deep_copy(model, dry=True, or_inplace=False)
     found = analyse(target, policy, k, example_input, backends.choose("auto"), True)
     return report_on(found, target, f"plan for {type(model).__name__}")
 
@@ -211,6 +212,11 @@ def check_plain(model: Any) -> None:
             "and compile what comes out"
         )
     for name, module in model.named_modules():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            raise ConversionError(
+                f"module {name!r} is a {type(module).__name__} that has no weights yet; call the model once on a batch, "
+                "which makes them, then convert it"
+            )
         if is_swapped(module):
             where = f"its module {name!r} is" if name else "it is"
             raise ConversionError(
@@ -219,14 +225,18 @@ def check_plain(model: Any) -> None:
             )
 
 
-def deep_copy(model: nn.Module, dry: bool = False) -> nn.Module:
-    """A copy; ``dry``: it is only looked at, so that it may share what it will. Raises ConversionError."""
+def deep_copy(model: nn.Module, dry: bool = False, or_inplace: bool = True) -> nn.Module:
+    """A copy. Raises ConversionError.
+
+    Args:
+        dry: it is only looked at, so that it may share what it will. or_inplace: the user's call takes ``inplace=True``.
+    """
+    instead = "; or pass inplace=True" if or_inplace else ""
     held = None if dry else next(_held_by_functions(model), None)
     if held is not None:
         raise ConversionError(
             f"{type(model).__name__} cannot be deep-copied: {held[0]!r} is a function that holds its module {held[1]!r}, "
-            "which a copy would share with its source (checkpoint wrappers do so); wrap it after it is converted, or pass "
-            "inplace=True"
+            f"which a copy would share with its source (checkpoint wrappers do so); wrap it after it is converted{instead}"
         )
     try:
         return copy.deepcopy(model, host.detached_memories(model))
@@ -241,7 +251,7 @@ def deep_copy(model: nn.Module, dry: bool = False) -> nn.Module:
         raise ConversionError(
             f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); set it to None if a "
             "forward keeps it (a feature, a loss), or call the model under torch.no_grad() first; make weights plain "
-            "(torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm); or pass convert inplace=True"
+            f"(torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm){instead}"
         ) from error
 
 

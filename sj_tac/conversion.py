@@ -147,7 +147,7 @@ def report(converted: nn.Module, batches: Any = None, *, rounds: int = 5) -> Rep
         warnings.simplefilter("ignore", BatchNormMovedWarning)
         source = restore(converted)
     # A copy: who reads spikes to count them leaves traces in what the report says of the last call.
-    copied = deep_copy(converted)
+    copied = deep_copy(converted, or_inplace=False)
     measured = measure_layers(source, copied, batches, rounds)
     pairs = zip(found.verdicts, pipeline.report(copied).verdicts, strict=True)
     counted = [replace(v, macs_before=seen.macs_before, macs_after=seen.macs_after) for v, seen in pairs]

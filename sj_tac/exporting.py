@@ -122,7 +122,7 @@ def export_onnx(
         )
     cases = [arguments] if batch_dim is None else [arguments, _one_more(arguments, batch_dim)]
     # A copy, so that nothing of what follows is ever seen in the net itself.
-    target = deep_copy(net)
+    target = deep_copy(net, or_inplace=False)
     with host.looked_at(target):
         own = [_own_call(target, case)[0] for case in cases]
         with definition(target, alike=False, traced=True):
