@@ -112,6 +112,10 @@ class BackendFallbackWarning(UserWarning):
     """The fastest kernels cannot run on this machine; ``auto`` took the reference ones. Given once for each reason."""
 
 
+class OperationCountWarning(UserWarning):
+    """A tool counts the operations of a net in which frames share convolutions, and does not know of it."""
+
+
 class StaleValueError(SjTacError, RuntimeError):
     """Frames that a converted layer had not made yet can no longer be made, because what they depend on was changed."""
 

@@ -16,6 +16,8 @@ from sj_tac import host
 from sj_tac.errors import ExportError, PlanNotKeptWarning
 from sj_tac.host import dispatch
 from sj_tac.runtime.borders import Axes, Borders, Span
+from sj_tac.runtime.convs import DriveModule
+from sj_tac.runtime.counting import warn_of_counts
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.runtime.table import as_plain
 from sj_tac.runtime.values import Frames, Shared, ordinary
@@ -37,9 +39,10 @@ class Enter:
     ) -> None:
         self.borders, self.readers, self.direct, self.axes = borders, dict(readers), dict(direct), axes
         self.linked: weakref.ref[nn.Module] | None = None
+        self.convs: list[weakref.ref[nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"linked": None}
+        return self.__dict__ | {"linked": None, "convs": []}
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not dispatch.is_compiling() and dispatch.tracing() is not None:
@@ -54,7 +57,9 @@ class Enter:
         if self.linked is None or self.linked() is not module:
             link(module, self.readers, self.direct)
             self.linked = weakref.ref(module)
+            self.convs = [weakref.ref(m) for m in module.modules() if isinstance(m, DriveModule)]
         if not dispatch.is_compiling():
+            warn_of_counts(module, self.convs)
             self.borders.root = self.linked
             self.borders.enter(module)
 

@@ -1,0 +1,65 @@
+"""Tools that count a net's operations while it runs, and do not know that frames share a convolution."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from sj_tac.errors import OperationCountWarning
+
+# What they do with a converted net, by the package whose hooks or modes watch the call.
+TOOLS = {
+    "spikingjelly.activation_based.op_counter": (
+        "counts the operations that torch runs, where a sum of frames is no spike and a fused kernel is nothing"
+    ),
+    **dict.fromkeys(
+        ("torchinfo", "thop", "ptflops", "calflops", "torchstat", "torchsummary"),
+        "counts by the shapes that layers put out, which are the source's",
+    ),
+}
+
+
+def warn_of_counts(model: nn.Module, convs: Sequence[weakref.ref[nn.Module]]) -> None:
+    """Warn where one of ``TOOLS`` watches a call of a net in which frames share convolutions.
+
+    Args:
+        convs: the converted layers. A tool that counts by hooks has them on each of these, if not on the net.
+    """
+    first = convs[0]() if convs else None
+    # A converted net has one hook of each kind of its own, and its layers have none. This runs in every call.
+    if (
+        len(model._forward_hooks) + len(model._forward_pre_hooks) <= 2
+        and not (first is not None and (first._forward_hooks or first._forward_pre_hooks))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+    ):
+        return
+    roles: list[Any] = [conv._tac for ref in convs if (conv := ref()) is not None]
+    count = sum(role.mode != "keep" and role.k > 1 for role in roles)
+    tool = next(_tools(model, first), None) if count else None
+    if tool is not None:
+        warnings.warn(
+            f"{tool.rpartition('.')[2]} {TOOLS[tool]}. {count} layers of this {type(model).__name__} take one convolution "
+            "for several frames; sj_tac.report(net) has the MACs of each layer, beside the source's",
+            OperationCountWarning,
+            stacklevel=2,
+        )
+
+
+def _tools(model: nn.Module, first: nn.Module | None) -> Iterator[str]:
+    """The tools that watch: by their modes, and by hooks on the net and on its first converted layer."""
+    stacks: list[Any] = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]  # type: ignore[no-untyped-call]
+    found: list[Any] = [type(mode) for mode in stacks]
+    for module in (model, first):
+        if module is not None:
+            found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    for one in found:
+        of = getattr(one, "__module__", None) or ""
+        yield from (tool for tool in TOOLS if of == tool or of.startswith(f"{tool}."))

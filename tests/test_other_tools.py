@@ -1,0 +1,406 @@
+"""Tools, forwards and threads of other people's around a converted net: k's result, or words that say what to do."""
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, layer, neuron
+from support import awake, conv, frames, node, norm, only_v2
+from torch import nn
+
+import sj_tac
+from sj_tac.errors import ConversionError, InputError, OperationCountWarning
+
+M = {"step_mode": "m"}
+X = frames(6, 4, 2, 8, 8, dtype=torch.float64)
+GRAPH = "waits for 'One graph: equations and a gate in place of lazy values'"
+waits = pytest.mark.xfail(strict=True, reason=GRAPH)
+
+
+def source():
+    torch.manual_seed(0)
+    modules = [conv(2, 6, padding=1), norm(6), node("lif"), conv(6, 6, padding=1), norm(6), node("lif")]
+    return awake(nn.Sequential(*modules).double().eval(), X)
+
+
+def output(net, x=X):
+    functional.reset_net(net)
+    with torch.no_grad():
+        return net(x)
+
+
+# ---- tools that rewrite modules ---------------------------------------------------------------------------------------
+
+
+def packed(net):
+    return conv_bn_fusion().pack_conv_bn_train_modules(net.train()).eval()
+
+
+def fused(net):
+    return conv_bn_fusion().fuse_conv_bn_eval_modules(net.eval())
+
+
+def conv_bn_fusion():
+    return pytest.importorskip("spikingjelly.activation_based.functional.conv_bn_fusion")
+
+
+def fused_by_torch(net):
+    net[0], net[1] = nn.utils.fusion.fuse_conv_bn_eval(net[0], net[1]), nn.Identity()
+    return net
+
+
+def parametrized(net):
+    nn.utils.parametrizations.weight_norm(net[0])
+    return net
+
+
+def there_and_back(net):
+    functional.set_step_mode(net, "s")
+    functional.set_step_mode(net, "m")
+    return net
+
+
+TOOLS = [pytest.param(packed, marks=waits), fused, fused_by_torch, parametrized, there_and_back]
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__)
+def test_a_tool_that_rewrites_modules_keeps_k_or_says_that_it_does_not(tool):
+    net = source()
+    fast = sj_tac.convert(net, "preserve", 2, example_input=X)
+    wanted = output(fast)
+    assert (output(net) != wanted).double().mean() > 0.01
+    assert (output(tool(copy.deepcopy(net))) != output(net)).double().mean() < 0.01
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        changed = tool(copy.deepcopy(fast))
+        found = output(changed)
+    told = [w for w in caught if "sj_tac" in str(w.message) or "aggregate" in str(w.message)]
+    assert told or (found != wanted).double().mean() < 0.01
+
+
+class Folded(nn.Module):
+    """A layer in step mode "s" that forward hands folded frames."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = source()
+        self.body[0].step_mode = "s"
+
+    def forward(self, x):
+        return self.body[1:](self.body[0](x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+
+class Direct(Folded):
+    """Torch's part of a layer, called around its module."""
+
+    def forward(self, x):
+        of = self.body[0]
+        return self.body[1:](functional.seq_to_ann_forward(x, lambda t: of._conv_forward(t, of.weight, of.bias)))
+
+
+@pytest.mark.parametrize("kind", [Folded, Direct])
+def test_a_layer_that_forward_calls_in_another_way_is_refused_by_name(kind):
+    fast = sj_tac.convert(kind().eval(), "preserve", 2, example_input=X)
+    statuses = {v.layer: v.status for v in sj_tac.report(fast).verdicts}
+    assert statuses == {"body.0": "refused", "body.3": "converted"}
+
+
+@waits
+def test_a_converted_layers_class_makes_layers():
+    """As peft does of a layer that it adapts."""
+    fast = sj_tac.convert(source(), "preserve", 2, example_input=X)
+    made = type(fast[0])(2, 4, 3)
+    assert made(torch.rand(1, 2, 8, 8)).shape == (1, 4, 6, 6)
+
+
+@only_v2
+@waits
+def test_a_net_at_k_1_is_written_to_nir_as_its_source():
+    pytest.importorskip("nirtorch")
+    from spikingjelly.activation_based.nir_exchange import export_to_nir
+
+    net = nn.Sequential(
+        conv(2, 6, padding=1), node("lif"), layer.Flatten(**M), layer.Linear(384, 5, **M), node("lif")
+    ).eval()
+    x = frames(1, 4, 2, 8, 8)
+    fast = sj_tac.convert(net, "preserve", 1, example_input=x)
+    assert export_to_nir(fast, x).nodes.keys() == export_to_nir(net, x).nodes.keys()
+
+
+# ---- tools that count -------------------------------------------------------------------------------------------------
+
+
+def counts(net):
+    """Whether a call warns of counting tools."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        output(net)
+    return [str(w.message) for w in caught if w.category is OperationCountWarning]
+
+
+@only_v2
+@pytest.mark.parametrize("mode", ["preserve", "collapse"])
+@pytest.mark.parametrize("kind", ["DispatchCounterMode", "FunctionCounterMode", "ModuleCounterMode"])
+def test_a_call_that_spikingjelly_counts_says_where_macs_are(kind, mode):
+    op_counter = pytest.importorskip("spikingjelly.activation_based.op_counter")
+    found = {}
+    for k in (1, 2):
+        fast = sj_tac.convert(source(), mode, k, example_input=X)
+        counter = op_counter.MACCounter()
+        if kind == "ModuleCounterMode":
+            counter = op_counter.NeuromorphicMemoryAccessCounter()
+            watched = op_counter.ModuleCounterMode([counter], model=fast)
+        else:
+            watched = getattr(op_counter, kind)([counter])
+        with watched:
+            found[k] = counts(fast)
+        assert counts(fast) == []
+    assert found[1] == []
+    assert len(found[2]) == 1
+    assert "op_counter counts" in found[2][0]
+    assert "2 layers of this Sequential" in found[2][0]
+    assert "sj_tac.report(net) has the MACs" in found[2][0]
+
+
+@pytest.mark.parametrize("tool", ["torchinfo.torchinfo", "thop.profile", "ptflops.pytorch_ops"])
+def test_a_call_that_another_tool_counts_by_hooks(tool):
+    def hook(module, args, output):
+        return None
+
+    fast = sj_tac.convert(source(), "preserve", 2, example_input=X)
+    fast[0].register_forward_hook(hook)
+    assert counts(fast) == [], "a hook of the user's own"
+    hook.__module__ = tool
+    (told,) = counts(fast)
+    assert told.startswith(f"{tool.partition('.')[0]} counts by the shapes that layers put out")
+    assert counts(sj_tac.restore(fast)) == []
+
+
+@only_v2
+@waits
+def test_a_strict_counter_knows_every_operation_of_a_converted_net():
+    """Those of its source, and no operator of the package's own."""
+    op_counter = pytest.importorskip("spikingjelly.activation_based.op_counter")
+
+    def unknown(net):
+        counter = op_counter.MACCounter()
+        with op_counter.DispatchCounterMode([counter]) as mode:
+            output(net)
+        return set(mode.get_unsupported(counter))
+
+    net = source()
+    fast = sj_tac.convert(net, "preserve", 2, example_input=X)
+    assert not [name for name in unknown(fast) - unknown(net) if "sj_tac" in str(name)]
+
+
+# ---- what a message says ----------------------------------------------------------------------------------------------
+
+
+class Headed(nn.Module):
+    def __init__(self, head, flat):
+        super().__init__()
+        self.body, self.head, self.flat = nn.Sequential(conv(2, 6, padding=1), node("lif", v_threshold=0.1)), head, flat
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.head(x.flatten(2) if self.flat else x.flatten(0, 1))
+
+
+LAZY = {"LazyLinear": (5,), "LazyConv2d": (4, 3), "LazyBatchNorm2d": ()}
+
+
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_lazy_layer_without_weights_is_named_with_what_makes_them(kind, sample):
+    net, x = Headed(getattr(nn, kind)(*LAZY[kind]), kind == "LazyLinear").eval(), X.float()
+    message = rf"module 'head' is a {kind} that has no weights yet; call the model once on a batch, which makes them"
+    for call in (sj_tac.convert, sj_tac.plan):
+        with pytest.raises(ConversionError, match=message):
+            call(net, "preserve", 2, example_input=x if sample else None)
+    net(x)
+    functional.reset_net(net)
+    fast = sj_tac.convert(net, "preserve", 2, example_input=x)
+    assert [v.layer for v in sj_tac.report(fast).converted] == ["body.0"]
+
+
+def test_a_copy_that_fails_offers_what_the_call_takes():
+    fast = sj_tac.convert(source(), "preserve", 2, example_input=X)
+    fast.kept = fast[0].weight * 2
+    with pytest.raises(ConversionError, match=r"'kept' is a tensor computed from others.*; or pass inplace=True$"):
+        sj_tac.restore(fast)
+    sj_tac.restore(fast, inplace=True)
+    with pytest.raises(ConversionError, match="pass inplace=True"):
+        sj_tac.convert(fast, "preserve", 2, example_input=X)
+    with pytest.raises(ConversionError, match="'kept' is a tensor computed from others") as raised:
+        sj_tac.plan(fast, "preserve", 2)
+    assert "inplace" not in str(raised.value), "plan takes none"
+
+
+class Joined(nn.Module):
+    """Frames that are put together along time behind the convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.more, self.lif = conv(2, 6, padding=1), conv(2, 6, padding=1), node("lif", v_threshold=0.1)
+
+    def forward(self, x):
+        return self.lif(torch.cat([self.conv(x[:3]), self.more(x[3:])]))
+
+
+class Repeats(nn.Module):
+    """An image, and how many frames are to be made of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lif = nn.Conv2d(2, 6, 3, padding=1), node("lif", v_threshold=0.1)
+
+    def forward(self, x, T):
+        return self.lif(functional.seq_to_ann_forward(x.unsqueeze(0).repeat(T, 1, 1, 1, 1), self.conv))
+
+
+def test_frames_that_are_joined_along_time_are_named():
+    verdicts = sj_tac.plan(Joined().double().eval(), "preserve", 2, example_input=X).verdicts
+    assert [(v.status, v.detail) for v in verdicts] == [("refused", "cat() stands between it and the neuron")] * 2
+
+
+@waits
+def test_a_net_that_takes_its_own_t_is_not_said_to_have_no_neuron():
+    (verdict,) = sj_tac.plan(Repeats().eval(), "preserve", 2, example_input=(X[0].float(), 4)).verdicts
+    assert verdict.status == "converted" or "no neuron" not in verdict.detail
+
+
+@only_v2
+@waits
+def test_a_packed_nets_layers_are_not_said_to_be_called_with_several_tensors():
+    verdicts = sj_tac.plan(packed(source()), "preserve", 2, example_input=X).verdicts
+    assert not [v for v in verdicts if "other than one tensor" in (v.detail or "")]
+
+
+# ---- threads and memory -----------------------------------------------------------------------------------------------
+
+
+class Unfolding(nn.Module):
+    """Waits for another thread, and folds time for its convolution."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.lif = nn.Conv2d(2, 6, 3, padding=1), node("lif", v_threshold=0.1)
+        self.barrier = None
+
+    def forward(self, x):
+        if self.barrier is not None:
+            self.barrier.wait(10)
+        return self.lif(self.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+    def __getstate__(self):
+        return self.__dict__ | {"barrier": None}
+
+
+@waits
+def test_two_threads_call_a_net_with_other_frames_at_once():
+    """What belongs to a call must live in it. The voltages are SpikingJelly's, one a net: only shapes are looked at here."""
+    net = Unfolding().eval()
+    fast = sj_tac.convert(net, "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
+    found = {}
+
+    def work(steps):
+        try:
+            with torch.no_grad():
+                found[steps] = fast(frames(steps, 3, 2, 8, 8)).shape[0]
+        except InputError as error:
+            found[steps] = str(error)
+
+    fast.barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=work, args=(steps,)) for steps in (4, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {4: 4, 8: 8}
+
+
+# Who looks at what is kept has frames made of values.
+LOOKED_AT = pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning")
+
+
+def flat():
+    torch.manual_seed(0)
+    modules = []
+    for i in range(4):
+        modules += [conv(2 if i == 0 else 8, 8, padding=1), norm(8), node("lif", v_threshold=0.2)]
+    return nn.Sequential(*modules).double().train()
+
+
+def kept(net):
+    """Bytes that a forward keeps for its backward, and the parameters' gradients."""
+    own = {t.untyped_storage().data_ptr() for t in [*net.parameters(), *net.buffers()]}
+    found = {}
+
+    def pack(t):
+        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    functional.reset_net(net)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = net(X).square().sum()
+    loss.backward()
+    return sum(size for at, size in found.items() if at not in own), [p.grad for p in net.parameters()]
+
+
+def optimized(net, targets):
+    memopt = pytest.importorskip("spikingjelly.activation_based.memopt")
+
+    def example(net):
+        functional.reset_net(net)
+        return net(X)
+
+    return memopt.optimize_memory(net, targets, example, level=1, compress=False)
+
+
+@LOOKED_AT
+@only_v2
+@waits
+def test_memopt_of_a_flat_net_keeps_less():
+    """Less than without, and at k=1 no more than of its source."""
+    source = flat()
+    plain, _ = kept(sj_tac.convert(source, "preserve", 1, example_input=X))
+    found, _ = kept(optimized(sj_tac.convert(source, "preserve", 1, example_input=X), (neuron.BaseNode,)))
+    wanted, _ = kept(optimized(source, (neuron.BaseNode,)))
+    assert found <= min(plain, wanted)
+
+
+@LOOKED_AT
+@only_v2
+@waits
+@pytest.mark.parametrize("k", [1, 2])
+def test_memopt_of_every_layer_gives_the_same_gradients(k):
+    targets = neuron.BaseNode, layer.Conv2d, layer.BatchNorm2d
+    _, wanted = kept(sj_tac.convert(flat(), "preserve", k, example_input=X))
+    _, found = kept(optimized(sj_tac.convert(flat(), "preserve", k, example_input=X), targets))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@LOOKED_AT
+@only_v2
+@pytest.mark.parametrize("k", [1, 2])
+def test_checkpoints_around_blocks_keep_what_they_keep_of_the_source(k):
+    """``memopt.checkpoint_module`` around blocks of conv, norm and neuron."""
+    memopt = pytest.importorskip("spikingjelly.activation_based.memopt")
+
+    def blocks():
+        return nn.Sequential(*(nn.Sequential(*flat()[i : i + 3]) for i in range(0, 12, 3)))
+
+    def checkpointed(net):
+        for i, block in enumerate(net):
+            net[i] = memopt.checkpoint_module(block)
+        return net
+
+    fast = sj_tac.convert(blocks(), "preserve", k, example_input=X)
+    _, wanted = kept(copy.deepcopy(fast))
+    size, found = kept(checkpointed(fast))
+    of_source, _ = kept(checkpointed(blocks()))
+    assert size <= of_source
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
