@@ -11,6 +11,7 @@ from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
 
 import sj_tac
+from sj_tac import host
 from sj_tac.errors import ConversionError, InputError, OperationCountWarning
 
 M = {"step_mode": "m"}
@@ -265,7 +266,7 @@ def test_frames_that_are_joined_along_time_are_named():
     assert [(v.status, v.detail) for v in verdicts] == [("refused", "cat() stands between it and the neuron")] * 2
 
 
-@waits
+@pytest.mark.xfail(host.IS_V2, strict=True, reason=GRAPH)
 def test_a_net_that_takes_its_own_t_is_not_said_to_have_no_neuron():
     (verdict,) = sj_tac.plan(Repeats().eval(), "preserve", 2, example_input=(X[0].float(), 4)).verdicts
     assert verdict.status == "converted" or "no neuron" not in verdict.detail
