@@ -300,24 +300,53 @@ class Unfolding(nn.Module):
         return self.__dict__ | {"barrier": None}
 
 
-@waits
-def test_two_threads_call_a_net_with_other_frames_at_once():
-    """What belongs to a call must live in it. The voltages are SpikingJelly's, one a net: only shapes are looked at here."""
-    net = Unfolding().eval()
-    fast = sj_tac.convert(net, "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
-    found = {}
+def at_once(nets):
+    """Steps of what nets put out, or their errors, called in threads with so many frames each."""
+    found, barrier = {}, threading.Barrier(len(nets))
 
-    def work(steps):
+    def work(steps, net):
         try:
             with torch.no_grad():
-                found[steps] = fast(frames(steps, 3, 2, 8, 8)).shape[0]
+                found[steps] = net(frames(steps, 3, 2, 8, 8)).shape[0]
         except InputError as error:
             found[steps] = str(error)
 
-    fast.barrier = threading.Barrier(2)
-    threads = [threading.Thread(target=work, args=(steps,)) for steps in (4, 8)]
+    threads = [threading.Thread(target=work, args=item) for item in nets.items()]
+    for net in nets.values():
+        net.barrier = barrier
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {4: 4, 8: 8}
+    return found
+
+
+@waits
+def test_two_threads_call_a_net_with_other_frames_at_once():
+    """What belongs to a call must live in it. The voltages are SpikingJelly's, one a net: only shapes are looked at here."""
+    fast = sj_tac.convert(Unfolding().eval(), "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
+    assert at_once({4: fast, 8: fast}) == {4: 4, 8: 8}
+
+
+def test_two_threads_call_two_copies_with_other_frames_at_once():
+    fast = sj_tac.convert(Unfolding().eval(), "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
+    assert at_once({4: fast, 8: copy.deepcopy(fast)}) == {4: 4, 8: 8}
+
+
+def test_a_call_in_a_call_and_one_that_fails_leave_the_outer_call_its_frames():
+    fast = sj_tac.convert(Unfolding().eval(), "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
+    x, inner = frames(8, 3, 2, 8, 8), frames(4, 3, 2, 8, 8)
+    wanted = output(fast, x)
+    wanted_inside, found = output(fast, inner), []
+
+    def inside(module, args):
+        if not found:
+            found.append(None)
+            found[0] = output(fast, inner)
+            functional.reset_net(fast)
+            with pytest.raises(InputError, match="C=2"):
+                fast(x[:, :, :1])
+
+    fast.conv.register_forward_pre_hook(inside)
+    assert torch.equal(output(fast, x), wanted)
+    assert torch.equal(found[0], wanted_inside)
