@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import fields
 from functools import cache
 
 import costs
@@ -18,6 +19,7 @@ from sj_tac.errors import BatchError, ConversionError, PolicyError, SearchError
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial, frontier
 from sj_tac.tuning.measure import scores
+from sj_tac.tuning.options import Measurement, MeasurementOptions, Search, SearchOptions
 
 KS = (1, 2, 8)
 
@@ -334,3 +336,9 @@ def test_auto_says_what_it_needs():
         sj_tac.convert(csnn(), "auto", 4, calibration=costs.X)
     with pytest.raises(PolicyError, match=r'policy="auto" is measured'):
         sj_tac.plan(csnn(), "auto")
+
+
+@pytest.mark.parametrize(("typed", "made"), [(SearchOptions, Search), (MeasurementOptions, Measurement)])
+def test_a_type_checker_knows_every_option_and_that_each_may_be_left_out(typed, made):
+    assert set(typed.__annotations__) | {"rounds"} == {field.name for field in fields(made)} | {"rounds"}
+    assert not typed.__required_keys__
