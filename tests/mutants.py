@@ -239,7 +239,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=100, help="how many faults (default 100)")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the faults to try, as printed; all by default")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests that a fault meets (default 60)")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of tests that a fault meets (default 240)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--folder", type=Path, help="where copies and the traced run are kept, and found again")
     given = parser.parse_args()
