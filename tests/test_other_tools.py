@@ -165,13 +165,14 @@ def test_a_call_that_spikingjelly_counts_says_where_macs_are(kind, mode):
     assert "sj_tac.report(net) has the MACs" in found[2][0]
 
 
+@pytest.mark.parametrize("on", ["the net", "its layers"])
 @pytest.mark.parametrize("tool", ["torchinfo.torchinfo", "thop.profile", "ptflops.pytorch_ops"])
-def test_a_call_that_another_tool_counts_by_hooks(tool):
+def test_a_call_that_another_tool_counts_by_hooks(tool, on):
     def hook(module, args, output):
         return None
 
     fast = sj_tac.convert(source(), "preserve", 2, example_input=X)
-    fast[0].register_forward_hook(hook)
+    (fast if on == "the net" else fast[0]).register_forward_hook(hook)
     assert counts(fast) == [], "a hook of the user's own"
     hook.__module__ = tool
     (told,) = counts(fast)

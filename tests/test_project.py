@@ -83,7 +83,7 @@ def test_any_module_can_be_imported_first_and_none_starts_cuda(first):
 FLOORS = [
     {"errors", "host"},
     {"support", "kernels", "compat"},
-    {"verdicts", "policy", "functional"},
+    {"verdicts", "policy", "functional", "definition"},
     {"runtime"},
     {"rewrites"},
     {"operators", "experimental", "tuning"},

@@ -26,6 +26,7 @@ from sj_tac.host.layers import (
 )
 from sj_tac.host.neurons import (
     FUSED_SURROGATES as FUSED_SURROGATES,
+    Numbers as Numbers,
     charge_mode as charge_mode,
     decay as decay,
     decay_source as decay_source,
@@ -39,6 +40,7 @@ from sj_tac.host.neurons import (
     neuron_problem as neuron_problem,
     number as number,
     resting_voltage as resting_voltage,
+    steps_of as steps_of,
     steps_on as steps_on,
     surrogate as surrogate,
 )

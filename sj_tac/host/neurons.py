@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from spikingjelly.activation_based import functional, surrogate as surrogate
@@ -156,19 +157,67 @@ def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor
 
 def _loop(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
     """``steps_on`` for a host that has no functions for it, in the order of operations of the one that has."""
-    rest, spikes = resting_voltage(node), []
+    kind = "plif" if isinstance(node, neuron.ParametricLIFNode) else "lif" if isinstance(node, neuron.LIFNode) else "if"
+    tau, decays = (number(node.tau) if kind == "lif" else 1.0), kind != "if" and node.decay_input
+    w, rest = (node.w if kind == "plif" else None), resting_voltage(node)
+    return _steps(drives, voltage, lambda x, v: fire_and_reset(node, _charged(kind, x, v, rest, tau, decays, w)))
+
+
+def _charged(kind: str, x: Tensor, v: Tensor, rest: float, tau: float, decays: bool, w: Tensor | None) -> Tensor:
+    """The first half of a neuron step, ``h = r + beta (v - r) + gamma x``, in SpikingJelly's order of operations."""
+    if kind == "if":
+        return v + x
+    if w is None:
+        return v + (x - (v - rest)) / tau if decays else v - (v - rest) / tau + x
+    rate = w.sigmoid().to(v.dtype)
+    return v + (x - (v - rest)) * rate if decays else v - (v - rest) * rate + x
+
+
+def _steps(drives: Tensor, v: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    spikes = []
     for x in drives:
-        if isinstance(node, neuron.ParametricLIFNode):
-            rate = node.w.sigmoid().to(voltage.dtype)
-            charged = voltage + (x - (voltage - rest)) * rate if node.decay_input else voltage - (voltage - rest) * rate + x
-        elif isinstance(node, neuron.LIFNode):
-            tau = number(node.tau)
-            charged = voltage + (x - (voltage - rest)) / tau if node.decay_input else voltage - (voltage - rest) / tau + x
-        else:
-            charged = voltage + x
-        spike, voltage = fire_and_reset(node, charged)
+        spike, v = step(x, v)
         spikes.append(spike)
-    return torch.stack(spikes), voltage
+    return torch.stack(spikes), v
+
+
+class Numbers(NamedTuple):
+    """What a neuron's steps go by: "lif", "plif" or "if"; tau (of LIF); v_threshold; v_reset, None for a soft reset."""
+
+    kind: str
+    tau: float
+    decay_input: bool
+    threshold: float
+    reset: float | None
+    detach: bool
+    surrogate: Any
+
+
+def steps_of(numbers: Numbers, drives: Tensor, voltage: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ordinary steps on drives [T, ...] from ``voltage``, by the host's functions: spikes [T, ...], last voltage.
+
+    Args:
+        w: of a ParametricLIFNode, whose decay is ``1 - sigmoid(w)``.
+    """
+    kind, tau, decays, threshold, reset, detach, surrogate_function = numbers
+    if IS_V2:
+        shared = threshold, reset, surrogate_function, detach
+        if kind == "plif":
+            spikes, last, _ = functional.plif_multi_step(drives, voltage, w, decays, *shared)
+        elif kind == "lif":
+            spikes, last, _ = functional.lif_multi_step(drives, voltage, tau, decays, *shared)
+        else:
+            spikes, last, _ = functional.if_multi_step(drives, voltage, *shared)
+        return spikes, last
+    rest = 0.0 if reset is None else reset
+
+    def step(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        h = _charged(kind, x, v, rest, tau, decays, w)
+        spike = surrogate_function(h - threshold)
+        fired = spike.detach() if detach else spike
+        return spike, (h - fired * threshold if reset is None else (1.0 - fired) * h + fired * reset)
+
+    return _steps(drives, voltage, step)
 
 
 class ChargeMode(IntEnum):

@@ -80,6 +80,21 @@ class Forked(nn.Module):
         return self.lifs[3](self.convs[3](a)), b
 
 
+class Summed(Forked):
+    """Spikes of two neurons, added, and behind them another convolution."""
+
+    def forward(self, x):
+        a, b = (self.lifs[i](self.convs[i](x)) for i in (0, 1))
+        return self.lifs[3](self.convs[3](self.lifs[2](self.convs[2](a + b))))
+
+
+def test_sums_are_made_behind_spikes_of_two_neurons_that_are_added():
+    net = Summed()
+    net.convs[1] = conv(2, 4)
+    fast = sj_tac.convert(net.eval(), "preserve", 2, example_input=frames(6, 2, 2, 8, 8))
+    assert [v.reads for v in sj_tac.report(fast).converted] == ["frames", "frames", "sums", "sums"]
+
+
 def test_sums_are_made_behind_a_fork_whose_readers_want_different_ones():
     policy = {"default": {"mode": "preserve", "k": 2}, "rules": [{"match": "convs.2", "k": 3}]}
     fast = sj_tac.convert(Forked().eval(), policy, example_input=frames(6, 2, 2, 8, 8))

@@ -1,0 +1,155 @@
+"""The three operators of which a converted net is made, in plain PyTorch: any device, any floating dtype, differentiable.
+
+    aggregate   frames [T * n, ...] -> sums [G * n, ...]           one weighted sum for each group of k frames
+    expand      values [G * n, ...] -> frames [T * n, ...]         each value for every frame of its group
+    neuron      drives [T, ...], voltage -> spikes [T, ...], voltage     the neuron's own T steps
+
+G is T / k, rounded up: a last group has what is left of T. Dimension 0 holds T blocks of n rows, T outermost, so that frames
+may be folded ([T * N, C, H, W], n = N) or not ([T, N, C, H, W], n = 1); ``steps`` says what T is.
+
+Each is one node of a captured graph. Its backward runs the plain function again and has autograd differentiate that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sj_tac import host
+from sj_tac.kernels.checks import refuse_tangents
+
+
+def groups(steps: int, k: int) -> int:
+    """G: how many groups of k frames T frames make."""
+    return (steps + k - 1) // k
+
+
+def tail_weights(weights: Tensor, length: int, normalize: bool) -> Tensor:
+    """Weights of a last group of ``length`` frames: the last ones of [k], with the same sum where ``normalize``."""
+    last = weights[-length:]
+    return last * (weights.sum() / last.sum()) if normalize else last
+
+
+def aggregated(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, normalize: bool) -> Tensor:
+    """``aggregate`` as a function of plain PyTorch: ``sum_j w_j x_j``, in the order of j, half inputs in float32."""
+    wide = host.wide_dtype(x.dtype)
+    flat = torch.tensor(weights, dtype=wide, device=x.device) if by is None else by.to(wide)
+    k, frames = len(flat), _blocks(x, steps).to(wide)
+    whole, sums = steps // k * k, []
+    if whole:
+        grouped = frames[:whole].reshape(-1, k, *frames.shape[1:])
+        sums.append(_weighted(grouped, flat))
+    if steps > whole:
+        sums.append(_weighted(frames[whole:].unsqueeze(0), tail_weights(flat, steps - whole, normalize)))
+    return torch.cat(sums).flatten(0, 1).to(x.dtype)
+
+
+def _blocks(x: Tensor, count: int) -> Tensor:
+    """[count * n, ...] as [count, n, ...]."""
+    return x.reshape(count, -1, *x.shape[1:])
+
+
+def _weighted(grouped: Tensor, weights: Tensor) -> Tensor:
+    total = grouped[:, 0] * weights[0]
+    for j in range(1, len(weights)):
+        total = total + grouped[:, j] * weights[j]
+    return total
+
+
+def expanded(y: Tensor, k: int, steps: int) -> Tensor:
+    """``expand`` as a function of plain PyTorch."""
+    return _blocks(y, groups(steps, k)).repeat_interleave(k, 0)[:steps].flatten(0, 1)
+
+
+def stepped(x: Tensor, v: Tensor | None, w: Tensor | None, *of: Any) -> tuple[Tensor, Tensor]:
+    """``neuron`` as a function of plain PyTorch: SpikingJelly's own steps, half inputs in float32.
+
+    Args:
+        v: the voltage to begin with, in the dtype of steps; None where the neuron is at rest. w: of a ParametricLIFNode.
+        of: ``host.Numbers``, with the surrogate as its place in ``host.FUSED_SURROGATES``, and that one's alpha.
+    """
+    *numbers, surrogate, alpha = of
+    known = host.Numbers._make([*numbers, host.FUSED_SURROGATES[surrogate](alpha=alpha)])
+    drives = x.to(host.wide_dtype(x.dtype))
+    voltage = torch.full_like(drives[0], 0.0 if known.reset is None else known.reset) if v is None else v
+    spikes, last = host.steps_of(known, drives, voltage, w)
+    return spikes.to(x.dtype), last
+
+
+def laid_like(x: Tensor, rows: int) -> Tensor:
+    """Room for ``rows`` rows of x, each laid out in memory as x's are (channels_last stays so), dimension 0 outermost."""
+    row = torch.empty_like(x[0])
+    return x.new_empty_strided((rows, *x.shape[1:]), (max(1, row.numel()), *row.stride()))
+
+
+def _operator(name: str, schema: str, function: Callable[..., Any], room: Callable[..., Any]) -> Any:
+    """``function`` as one operator of torch, ``sj_tac::name``.
+
+    Args:
+        function: plain PyTorch, of tensors and numbers. room: of the same arguments, where its results go.
+    """
+
+    def body(*args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        refuse_tangents(name, *tensors)
+        # Autocast must not choose dtypes in here: a graph, a kernel and this must agree.
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            made = function(*args)
+        if isinstance(made, Tensor):
+            return room(*args).copy_(made)
+        return tuple(to.copy_(one) for to, one in zip(room(*args), made, strict=True))
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in inputs])
+        ctx.given = [None if isinstance(x, Tensor) else x for x in inputs]
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"{name} has no gradient of a gradient (create_graph=True)")
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        device = next(t for t in saved if t is not None).device.type
+        with torch.enable_grad(), torch.autocast(device, enabled=False):
+            leaves = [None if t is None else t.detach().requires_grad_(need) for t, need in zip(saved, needs, strict=True)]
+            made = function(*[x if t is None else t for t, x in zip(leaves, ctx.given, strict=True)])
+        made = (made,) if isinstance(made, Tensor) else made
+        pairs = [(out, g) for out, g in zip(made, gradients, strict=True) if g is not None and out.requires_grad]
+        wanted = [t for t, need in zip(leaves, needs, strict=True) if t is not None and need]
+        found = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+        return tuple(next(found) if need else None for need in needs)
+
+    made = torch.library.custom_op(f"sj_tac::{name}", body, mutates_args=(), schema=schema)
+    made.register_fake(room)
+    made.register_autograd(backward, setup_context=setup)
+    return made
+
+
+def _room_of_sums(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, normalize: bool) -> Tensor:
+    k = len(weights) if by is None else by.shape[0]
+    return laid_like(x, x.shape[0] // steps * groups(steps, k))
+
+
+def _room_of_frames(y: Tensor, k: int, steps: int) -> Tensor:
+    return laid_like(y, y.shape[0] // groups(steps, k) * steps)
+
+
+def _room_of_spikes(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+    return laid_like(x, x.shape[0]), torch.empty_like(x[0], dtype=host.wide_dtype(x.dtype))
+
+
+aggregate = _operator(
+    "aggregate_frames",
+    "(Tensor x, float[] weights, Tensor? by, SymInt steps, bool normalize) -> Tensor",
+    aggregated,
+    _room_of_sums,
+)
+expand = _operator("expand_frames", "(Tensor y, SymInt k, SymInt steps) -> Tensor", expanded, _room_of_frames)
+neuron = _operator(
+    "neuron_steps",
+    "(Tensor x, Tensor? v, Tensor? w, str kind, float tau, bool decay_input, float threshold, float? reset, bool detach, "
+    "int surrogate, float alpha) -> (Tensor, Tensor)",
+    stepped,
+    _room_of_spikes,
+)
