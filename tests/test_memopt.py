@@ -14,7 +14,7 @@ GRAPH = "waits for 'One graph: equations and a gate in place of lazy values'"
 waits = pytest.mark.xfail(strict=True, reason=GRAPH)
 pytestmark = only_v2
 X = frames(6, 4, 2, 8, 8, dtype=torch.float64)
-# Who looks at what is kept has frames made of values.
+# Reading a saved tensor's storage makes a lazy value compute its frames, and the package warns of that.
 LOOKED_AT = pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning")
 
 

@@ -1,4 +1,4 @@
-"""Tools, forwards and threads of other people's around a converted net: k's result, or words that say what to do."""
+"""Other tools, unusual forwards and threads with a converted net: the result at k, or an error that says what to do."""
 
 import copy
 import threading
@@ -94,7 +94,7 @@ class Folded(nn.Module):
 
 
 class Direct(Folded):
-    """Torch's part of a layer, called around its module."""
+    """Calls ``_conv_forward`` of a layer instead of the layer."""
 
     def forward(self, x):
         of = self.body[0]
@@ -110,7 +110,7 @@ def test_a_layer_that_forward_calls_in_another_way_is_refused_by_name(kind):
 
 @waits
 def test_a_converted_layers_class_makes_layers():
-    """As peft does of a layer that it adapts."""
+    """peft makes a new layer of the adapted layer's class."""
     fast = sj_tac.convert(source(), "preserve", 2, example_input=X)
     made = type(fast[0])(2, 4, 3)
     assert made(torch.rand(1, 2, 8, 8)).shape == (1, 4, 6, 6)
@@ -176,14 +176,14 @@ def test_a_call_that_another_tool_counts_by_hooks(tool, on):
     assert counts(fast) == [], "a hook of the user's own"
     hook.__module__ = tool
     (told,) = counts(fast)
-    assert told.startswith(f"{tool.partition('.')[0]} counts by the shapes that layers put out")
+    assert told.startswith(f"{tool.partition('.')[0]} counts from output shapes")
     assert counts(sj_tac.restore(fast)) == []
 
 
 @only_v2
 @waits
 def test_a_strict_counter_knows_every_operation_of_a_converted_net():
-    """Those of its source, and no operator of the package's own."""
+    """A converted net adds no operator of sj_tac's own to those that its source runs."""
     op_counter = pytest.importorskip("spikingjelly.activation_based.op_counter")
 
     def unknown(net):
@@ -324,7 +324,7 @@ def at_once(nets):
 
 @waits
 def test_two_threads_call_a_net_with_other_frames_at_once():
-    """What belongs to a call must live in it. The voltages are SpikingJelly's, one a net: only shapes are looked at here."""
+    """T and N belong to a call. Only shapes are compared: SpikingJelly stores one set of voltages per net."""
     fast = sj_tac.convert(Unfolding().eval(), "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
     assert at_once({4: fast, 8: fast}) == {4: 4, 8: 8}
 

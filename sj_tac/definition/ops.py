@@ -4,10 +4,10 @@
     expand      values [G * n, ...] -> frames [T * n, ...]         each value for every frame of its group
     neuron      drives [T, ...], voltage -> spikes [T, ...], voltage     the neuron's own T steps
 
-G is T / k, rounded up: a last group has what is left of T. Dimension 0 holds T blocks of n rows, T outermost, so that frames
-may be folded ([T * N, C, H, W], n = N) or not ([T, N, C, H, W], n = 1); ``steps`` says what T is.
+G is T / k, rounded up; the last group may have fewer than k frames. Dimension 0 holds T blocks of n rows, T outermost, so
+frames may be folded ([T * N, C, H, W], n = N) or not ([T, N, C, H, W], n = 1). ``steps`` is T.
 
-Each is one node of a captured graph. Its backward runs the plain function again and has autograd differentiate that.
+Each operator is one node of a captured graph. Its backward recomputes the plain function, and autograd differentiates that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sj_tac.kernels.checks import refuse_tangents
 
 
 def groups(steps: int, k: int) -> int:
-    """G: how many groups of k frames T frames make."""
+    """Return G, the number of groups of k frames in T frames."""
     return (steps + k - 1) // k
 
 
 def tail_weights(weights: Tensor, length: int, normalize: bool) -> Tensor:
-    """Weights of a last group of ``length`` frames: the last ones of [k], with the same sum where ``normalize``."""
+    """Return the last ``length`` of the k weights, for a shorter last group; with the same sum if ``normalize``."""
     last = weights[-length:]
     return last * (weights.sum() / last.sum()) if normalize else last
 
@@ -80,22 +80,22 @@ def stepped(x: Tensor, v: Tensor | None, w: Tensor | None, *of: Any) -> tuple[Te
 
 
 def laid_like(x: Tensor, rows: int) -> Tensor:
-    """Room for ``rows`` rows of x, each laid out in memory as x's are (channels_last stays so), dimension 0 outermost."""
+    """Return an empty tensor of ``rows`` rows in x's memory format (channels_last is preserved), dimension 0 outermost."""
     row = torch.empty_like(x[0])
     return x.new_empty_strided((rows, *x.shape[1:]), (max(1, row.numel()), *row.stride()))
 
 
 def _operator(name: str, schema: str, function: Callable[..., Any], room: Callable[..., Any]) -> Any:
-    """``function`` as one operator of torch, ``sj_tac::name``.
+    """Register ``function`` as the torch operator ``sj_tac::name`` and return it.
 
     Args:
-        function: plain PyTorch, of tensors and numbers. room: of the same arguments, where its results go.
+        function: the operator in plain PyTorch. room: returns empty outputs for the same arguments; also the fake kernel.
     """
 
     def body(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
         refuse_tangents(name, *tensors)
-        # Autocast must not choose dtypes in here: a graph, a kernel and this must agree.
+        # Autocast must not change dtypes here: the graph's kernels compute in the input's dtype, too.
         with torch.autocast(tensors[0].device.type, enabled=False):
             made = function(*args)
         if isinstance(made, Tensor):

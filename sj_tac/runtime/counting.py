@@ -1,4 +1,4 @@
-"""Tools that count a net's operations while it runs, and do not know that frames share a convolution."""
+"""Warn when a tool counts the operations of a converted net: such tools do not know that k frames share a convolution."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from sj_tac.errors import OperationCountWarning
 
-# What they do with a converted net, by the package whose hooks or modes watch the call.
+# Package of the tool's hooks or modes -> how its count of a converted net goes wrong.
 TOOLS = {
-    "spikingjelly.activation_based.op_counter": (
-        "counts the operations that torch runs, where a sum of frames is no spike and a fused kernel is nothing"
-    ),
+    "spikingjelly.activation_based.op_counter": ("counts aggregated frames as dense inputs, and misses fused kernels"),
     **dict.fromkeys(
         ("torchinfo", "thop", "ptflops", "calflops", "torchstat", "torchsummary"),
-        "counts by the shapes that layers put out, which are the source's",
+        "counts from output shapes, as if k were 1",
     ),
 }
 
 
 def warn_of_counts(model: nn.Module, convs: Sequence[weakref.ref[nn.Module]]) -> None:
-    """Warn where one of ``TOOLS`` watches a call of a net in which frames share convolutions.
+    """Warn if one of ``TOOLS`` counts this call and a converted layer has k >= 2.
 
     Args:
-        convs: the converted layers. A tool that counts by hooks has them on each of these, if not on the net.
+        convs: the converted layers. A tool that counts by hooks registers them on every layer, or on the net.
     """
     first = convs[0]() if convs else None
-    # A converted net has one hook of each kind of its own, and its layers have none. This runs in every call.
+    # convert registers one hook of each kind on the net, and none on its layers. This check runs in every call.
     if (
         len(model._forward_hooks) + len(model._forward_pre_hooks) <= 2
         and not (first is not None and (first._forward_hooks or first._forward_pre_hooks))
@@ -54,7 +52,7 @@ def warn_of_counts(model: nn.Module, convs: Sequence[weakref.ref[nn.Module]]) ->
 
 
 def _tools(model: nn.Module, first: nn.Module | None) -> Iterator[str]:
-    """The tools that watch: by their modes, and by hooks on the net and on its first converted layer."""
+    """Yield the tools whose torch modes are active, or whose hooks the net or its first converted layer has."""
     stacks: list[Any] = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]  # type: ignore[no-untyped-call]
     found: list[Any] = [type(mode) for mode in stacks]
     for module in (model, first):
