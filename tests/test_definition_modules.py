@@ -1,0 +1,142 @@
+"""The definition's modules against tests/definition.py, which knows nothing of them, and against SpikingJelly at k=1."""
+
+import copy
+import pickle
+
+import pairs
+import pytest
+import torch
+from defined import given, same
+from definition import Setting, define
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from support import conv, csnn, frames, node, norm
+from torch import nn
+
+from sj_tac.definition import convs, neurons
+
+KINDS = {
+    "lif": lambda: node("lif", v_threshold=0.3),
+    "lif, soft reset": lambda: node("lif", v_reset=None, tau=3.0, v_threshold=0.3),
+    "plif": lambda: node("plif", v_threshold=0.3),
+    "if": lambda: node("if", v_threshold=0.6),
+}
+PLAN = {"0": "2", "4": "6", "8": "9"}  # convolution -> the neuron that it drives
+
+
+def converted(source, k, plan=PLAN, **sharing):
+    """A copy of the net by the definition."""
+    net = copy.deepcopy(source)
+    neurons.swap(net)
+    modules = dict(net.named_modules())
+    for name, driven in plan.items():
+        convs.share(modules[name], convs.Sharing(k, modules[driven], **sharing))
+    return net
+
+
+@pairs.parametrize(kind=KINDS, k=[1, 2, 3, 8], weights=["decay", "uniform"], normalize=[True, False], steps=[1, 4, 7])
+def test_a_net_is_its_equations_with_gradients_and_voltages(kind, k, weights, normalize, steps):
+    source, x = csnn(make=KINDS[kind]).double(), frames(steps, 2, 2, 8, 8, dtype=torch.float64)
+    settings = {name: Setting("preserve", k, driven, weights, normalize) for name, driven in PLAN.items()}
+    found = given(converted(source, k, weights=weights, normalize=normalize), x)
+    same(found, given(define(source, settings), x), "by the definition")
+    if k == 1:
+        same(found, given(copy.deepcopy(source), x), "the source", close=0.0 if kind != "plif" else 1e-12)
+
+
+def test_learned_weights_are_the_softmax_of_their_logits_and_train():
+    source, x = csnn().double(), frames(7, 2, 2, 8, 8, dtype=torch.float64)
+    net = converted(source, 3, {"0": "2"}, weights="learned")
+    logits = torch.tensor([0.1, -0.4, 0.7], dtype=torch.float64)
+    net[0].tac_logits = nn.Parameter(logits.clone())
+    functional.reset_net(net)
+    sums = [sum(w * f for w, f in zip(torch.softmax(logits[-len(group) :], 0), group, strict=True)) for group in x.split(3)]
+    expected = source[0](torch.stack(sums)).repeat_interleave(3, 0)[:7]
+    torch.testing.assert_close(net[0](x), expected, rtol=1e-12, atol=1e-12)
+    net(x).sum().backward()
+    assert net[0].tac_logits.grad.abs().sum() > 0
+
+
+def test_calls_carry_voltages_on_and_a_reset_begins_anew():
+    source, x = csnn().double(), frames(8, 2, 2, 8, 8, dtype=torch.float64)
+    net = converted(source, 2)
+    with torch.no_grad():
+        whole = net(x)
+        functional.reset_net(net)
+        parts = torch.cat([net(x[:4]), net(x[4:])])
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    functional.reset_net(net)
+    assert all(isinstance(m.v, float) for m in net.modules() if isinstance(m, neuron.BaseNode))
+
+
+def test_other_layers_that_drive_neurons():
+    made = {
+        "Conv1d": ([layer.Conv1d(2, 3, 3, step_mode="m"), layer.BatchNorm1d(3, step_mode="m")], (2, 7)),
+        "Conv3d": ([layer.Conv3d(2, 3, 3, padding=1, step_mode="m"), layer.BatchNorm3d(3, step_mode="m")], (2, 3, 5, 4)),
+        "Linear": ([layer.Linear(5, 4, step_mode="m")], (5,)),
+    }
+    for name, (modules, shape) in made.items():
+        source = nn.Sequential(*modules, node("lif", v_threshold=0.1)).double().eval()
+        x, driven = frames(7, 3, *shape, dtype=torch.float64), str(len(modules))
+        sums = torch.stack([sum(0.5 ** (len(g) - 1 - j) * f for j, f in enumerate(g)) for g in x.split(3)])
+        sums = sums / torch.tensor([1.75, 1.75, 1.0], dtype=x.dtype).view(-1, *[1] * (x.dim() - 1))
+        with torch.no_grad():
+            found = converted(source, 3, {"0": driven})(x)
+            expected = source[-1](source[:-1](sums).repeat_interleave(3, 0)[:7])
+        assert expected.mean() > 0.02, name
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CHANGES = {
+    "store_v_seq": lambda node: setattr(node, "store_v_seq", True),
+    "a surrogate without a fused kernel": lambda node: setattr(node, "surrogate_function", surrogate.LeakyKReLU()),
+    "thresholds per channel": lambda node: setattr(node, "v_threshold", torch.full((4, 1, 1), 0.3, dtype=torch.float64)),
+    "another threshold": lambda node: setattr(node, "v_threshold", 0.1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_neuron_that_was_changed_later_steps_as_its_source(change):
+    source, x = csnn().double(), frames(6, 2, 2, 8, 8, dtype=torch.float64)
+    net = converted(source, 1)
+    for one in (source, net):
+        one.train()
+        one[1].eval()
+        one[5].eval()
+        one[11].eval()
+        CHANGES[change](one[2])
+        functional.reset_net(one)
+    assert torch.equal(net(x), source(x))
+    torch.testing.assert_close(net[2].v, source[2].v, rtol=0, atol=0)
+
+
+def test_a_net_keeps_keys_classes_and_copies_and_is_turned_back():
+    source = csnn().double()
+    net, x = converted(source, 2), frames(5, 2, 2, 8, 8, dtype=torch.float64)
+    assert net.state_dict().keys() == source.state_dict().keys()
+    assert all(isinstance(a, type(b)) for a, b in zip(net.modules(), source.modules(), strict=True))
+    with torch.no_grad():
+        wanted = net(x)
+        for made in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            functional.reset_net(made)
+            assert torch.equal(made(x), wanted)
+            assert made[0].sharing.neuron is made[2]
+        neurons.undo(net)
+        convs.undo(net)
+        functional.reset_net(net)
+        functional.reset_net(source)
+        assert torch.equal(net(x), source(x))
+    assert str(net) == str(source)
+    assert vars(net[0]).keys() == vars(source[0]).keys()
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_half_nets_step_in_float32(k):
+    first, second = node("lif", v_threshold=0.1), node("if", v_threshold=0.3)
+    modules = [conv(2, 4, padding=1), norm(4), first, conv(4, 4, padding=1), second]
+    source = nn.Sequential(*modules).bfloat16().eval()
+    net = converted(source, k, {"0": "2", "3": "4"})
+    with torch.no_grad():
+        y = net(frames(6, 2, 2, 8, 8).bfloat16())
+    assert y.dtype is torch.bfloat16
+    assert 0.02 < y.float().mean() < 0.9
+    assert net[2].v.dtype is net[4].v.dtype is torch.float32
