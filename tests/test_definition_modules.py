@@ -28,8 +28,7 @@ def converted(source, k, plan=PLAN, **sharing):
     net = copy.deepcopy(source)
     neurons.swap(net)
     modules = dict(net.named_modules())
-    for name, driven in plan.items():
-        convs.share(modules[name], convs.Sharing(k, modules[driven], **sharing))
+    convs.share(net, {name: convs.Sharing(k, modules[driven], **sharing) for name, driven in plan.items()})
     return net
 
 
@@ -84,6 +83,29 @@ def test_other_layers_that_drive_neurons():
             expected = source[-1](source[:-1](sums).repeat_interleave(3, 0)[:7])
         assert expected.mean() > 0.02, name
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("host_layers", [True, False])
+def test_convolutions_in_a_container_take_folded_frames(host_layers):
+    torch.manual_seed(0)
+    kinds = (layer.Conv2d, layer.BatchNorm2d) if host_layers else (nn.Conv2d, nn.BatchNorm2d)
+    inner = kinds[0](2, 4, 3, padding=1), kinds[1](4)
+    source = nn.Sequential(layer.SeqToANNContainer(*inner), node("lif", v_threshold=0.1)).double().eval()
+    flat = nn.Sequential(conv(2, 4), norm(4), node("lif", v_threshold=0.1)).double().eval()
+    flat.load_state_dict(dict(zip(flat.state_dict(), source.state_dict().values(), strict=True)))
+    x, seen = frames(7, 3, 2, 6, 6, dtype=torch.float64), []
+    net = converted(source, 3, {"0.0": "1"})
+    net[0][0].register_forward_hook(lambda module, args, y: seen.append((args[0].shape, y.shape)))
+    with torch.no_grad():
+        expected = define(flat, {"0": Setting("preserve", 3, "2")})(x)
+        torch.testing.assert_close(net(x), expected, rtol=0, atol=1e-12)
+        assert 0.05 < expected.mean() < 0.9
+        assert seen == [((21, 2, 6, 6), (21, 4, 6, 6))], "hooks see T frames"
+        one = net[0][0](x[0])  # outside a container nobody says what T is
+        torch.testing.assert_close(one, source[0][0](x[0]), rtol=0, atol=0)
+        convs.undo(net)
+    assert [type(m) for m in net[0]] == [type(m) for m in source[0]]
+    assert type(net[0]) is layer.SeqToANNContainer
 
 
 CHANGES = {
