@@ -108,6 +108,42 @@ def test_convolutions_in_a_container_take_folded_frames(host_layers):
     assert type(net[0]) is layer.SeqToANNContainer
 
 
+def test_a_convolution_that_nobody_tells_t_is_refused():
+    net = nn.Sequential(layer.SeqToANNContainer(nn.Sequential(nn.Conv2d(2, 4, 3))), node("lif"))
+    with pytest.raises(
+        ValueError, match=r"'0\.0\.0' \(Conv2d\) takes folded frames .* from a Sequential, which does not know T"
+    ):
+        converted(net, 2, {"0.0.0": "1"})
+
+
+@pytest.mark.parametrize("kind", ["lif", "plif", "container"])
+def test_dynamo_captures_a_net_as_one_graph_for_all_t(kind):
+    if kind == "container":
+        modules = layer.SeqToANNContainer(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), node("lif", v_threshold=0.1)
+        net = converted(nn.Sequential(*modules).eval(), 2, {"0.0": "1"})
+    else:
+        net = converted(csnn(make=KINDS[kind]), 2)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    captured = torch.compile(net, backend=keep, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for steps in (6, 7, 4):
+            x = frames(steps, 2, 2, 8, 8)
+            functional.reset_net(net)
+            expected = net(x)
+            functional.reset_net(net)
+            assert torch.equal(captured(x), expected)
+    assert len(graphs) == 1
+    names = [str(n.target) for n in graphs[0].graph.nodes]
+    count = 1 if kind == "container" else 3
+    for name, wanted in (("aggregate_frames", count), ("expand_frames", count), ("neuron_steps", count + (count == 3))):
+        assert names.count(f"sj_tac.{name}.default") == wanted
+
+
 CHANGES = {
     "store_v_seq": lambda node: setattr(node, "store_v_seq", True),
     "a surrogate without a fused kernel": lambda node: setattr(node, "surrogate_function", surrogate.LeakyKReLU()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.definition import ops
-from sj_tac.kernels.weights import decay_weights
 
 LOGITS = "tac_logits"
 
@@ -39,28 +37,28 @@ class Sharing:
             return [], torch.softmax(logits.to(host.wide_dtype(dtype)), 0)
         if self.weights == "uniform":
             return [1 / self.k if self.normalize else 1.0] * self.k, None
-        found = decay_weights(host.decay(self.neuron, host.wide_dtype(dtype)), [1] * self.k, self.normalize)
-        if isinstance(found[0], Tensor):
-            return [], torch.stack([torch.as_tensor(w) for w in found])
-        return [float(w) for w in found], None
-
-
-# T of the folded frames [T * N, ...] that layers are called with: it belongs to the call, not to the net.
-STEPS: ContextVar[int | None] = ContextVar("steps", default=None)
+        beta = host.decay(self.neuron, host.wide_dtype(dtype))
+        if isinstance(beta, Tensor):
+            powers = beta ** torch.arange(self.k - 1, -1, -1, device=beta.device)
+            return [], powers / powers.sum() if self.normalize else powers
+        numbers = [beta ** (self.k - 1 - j) for j in range(self.k)]
+        return [number / sum(numbers) for number in numbers] if self.normalize else numbers, None
 
 
 class SharedConv(nn.Module):
     """Mixin for a convolution class: it runs once for ``sharing.k`` frames.
 
     Its input is [T, N, C, ...] in SpikingJelly's step mode "m". Any other layer takes folded frames [T * N, C, ...], and
-    shares where ``STEPS`` says what T is. The convolution itself is the class's own forward, on the G aggregated frames.
+    shares if the caller passes T. The convolution itself is the class's own forward, on the G aggregated frames.
     """
 
     sharing: Sharing
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return frames in x's layout, equal within each group of k."""
-        k, steps = self.sharing.k, x.shape[0] if _takes_frames(self) else STEPS.get()
+    def forward(self, x: Tensor, *, steps: int | None = None) -> Tensor:
+        """Return frames in x's layout, equal within each group of k. ``steps``: T, of folded frames."""
+        k = self.sharing.k
+        if _takes_frames(self):
+            steps = x.shape[0]
         if k == 1 or steps is None:
             made: Tensor = super().forward(x)
             return made
@@ -107,16 +105,15 @@ class TACTorchLinear(SharedConv, nn.Linear):
 
 
 class TACContainer(host.layer.SeqToANNContainer):
-    """SeqToANNContainer of a converted net: tells its layers what T is."""
+    """SeqToANNContainer of a converted net: passes T to its convolutions."""
 
     def forward(self, x_seq: Tensor) -> Tensor:
         """Return frames [T, N, ...] of frames [T, N, ...]."""
-        token = STEPS.set(x_seq.shape[0])
-        try:
-            frames: Tensor = super().forward(x_seq)
-        finally:
-            STEPS.reset(token)
-        return frames
+        x = x_seq.flatten(0, 1)
+        for module in self:
+            # By keyword, so that hooks without with_kwargs see the frames alone.
+            x = module(x, steps=x_seq.shape[0]) if isinstance(module, SharedConv) else module(x)
+        return x.reshape(*x_seq.shape[:2], *x.shape[1:])
 
 
 SWAPS: dict[type[nn.Module], type[nn.Module]] = {
@@ -136,8 +133,20 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
 
     Args:
         plan: name of the convolution -> how it aggregates. A convolution that is swapped already gets the new one.
+
+    Raises:
+        ValueError: a convolution takes folded frames, and is no layer of a SeqToANNContainer, which would know T. The net is
+            left as it was.
     """
     modules = dict(net.named_modules())
+    for name in plan:
+        parent = modules[name.rpartition(".")[0]]
+        if not _takes_frames(modules[name]) and not isinstance(parent, host.layer.SeqToANNContainer):
+            raise ValueError(
+                f"convolution {name!r} ({type(modules[name]).__name__}) takes folded frames [T * N, C, ...] from a "
+                f"{type(parent).__name__}, which does not know T; use SpikingJelly's layer in step mode 'm', or put it into "
+                "a SeqToANNContainer"
+            )
     for name, sharing in plan.items():
         conv: Any = modules[name]
         if not isinstance(conv, SharedConv):
