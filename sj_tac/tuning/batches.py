@@ -40,6 +40,10 @@ class Batch:
         """The frames as the net takes them."""
         return self.frames.transpose(0, 1).contiguous() if self.batch_first else self.frames
 
+    def fresh(self) -> Tensor:
+        """Return a copy of ``given``: a forward may write into its input, which is the caller's own tensor."""
+        return self.given.clone()
+
     def example(self) -> Tensor:
         """A few samples as the net takes them: as few as tell T from N, whether time is folded or not."""
         samples = 3 if self.steps == 2 else 2

@@ -198,7 +198,7 @@ def bench(
                 rates[name] = rates[SOURCE] if name == COMPILED else _rate(net, held[:1])
                 bar.step(name)
             until = math.inf if time_limit is None else begun + time_limit
-            seconds_afresh(make, held[0].given, how.rounds, SOURCE, until=until, seconds=seconds)
+            seconds_afresh(make, held[0].fresh(), how.rounds, SOURCE, until=until, seconds=seconds)
         except KeyboardInterrupt:
             if not rates:
                 raise interrupted("bench was interrupted before a row was finished") from None

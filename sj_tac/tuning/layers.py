@@ -91,7 +91,7 @@ def _one(net: nn.Module, batch: Batch) -> dict[str, float]:
         for name, module in _leaves(net).items():
             module.register_forward_pre_hook(lambda module, args: entered.append(now()))
             module.register_forward_hook(leave(name))
-        run(net, batch.given)
+        run(net, batch.fresh())
     return seconds
 
 

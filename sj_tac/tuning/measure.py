@@ -31,7 +31,7 @@ def run(net: nn.Module, frames: Tensor) -> Any:
 def run_batch(net: nn.Module, batch: Batch, number: int) -> Any:
     """``run``, of which a failure names the batch. Raises BatchError."""
     try:
-        return run(net, batch.given)
+        return run(net, batch.fresh())
     except Exception as error:
         raise BatchError(
             f"{type(net).__name__} does not run on {described(batch, number)} ({type(error).__name__}: {error})"
@@ -113,7 +113,7 @@ def firing(net: nn.Module, batches: Sequence[Batch]) -> dict[str, tuple[float, f
         handles = [m.register_forward_hook(hook(n)) for n, m in net.named_modules() if isinstance(m, host.neuron.BaseNode)]
         try:
             for batch in batches:
-                run(net, batch.given)
+                run(net, batch.fresh())
         finally:
             for handle in handles:
                 handle.remove()

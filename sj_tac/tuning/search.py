@@ -126,7 +126,7 @@ def search(
     with Log(how.log, header) as kept, Bar("search", None, how.progress) as bar:
         trials = Trials(
             source=model, batches=chosen_by, space=space, score=score, backend=how.backend, rounds=how.rounds, cost=how.cost,
-            log=kept, goal=goal, bar=bar, timed=held[0].given, deadline=until, limit=limit, match=how.match,
+            log=kept, goal=goal, bar=bar, timed=held[0].fresh(), deadline=until, limit=limit, match=how.match,
         )  # fmt: skip
         try:
             stopped = _explore(trials, goal)

@@ -203,7 +203,7 @@ def _measure(
             nets[choice] = before.looked.convert(policy)
         except PolicyError as error:
             effects.append(Effect(layer, choice.mode, choice.k, refused=str(error)))
-    taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].given, how.rounds)
+    taken = milliseconds({"": model} | {str(c): net for c, net in nets.items()}, held[0].fresh(), how.rounds)
     source.append(taken[""])
     for choice, net in nets.items():
         effects.append(_effect(layer, choice, net, before, taken))

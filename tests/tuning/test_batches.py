@@ -139,3 +139,35 @@ def test_the_command_line_says_which_way_round_a_net_takes_them(turned, tmp_path
         load.batches(path, 4, False, turned)
     with pytest.raises(load.UsageError, match=r"--batch-first: this net takes frames \[T, N, ...\]"):
         load.batches(path, 4, True, csnn())
+
+
+class Writes(nn.Module):
+    """A net that scales its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = csnn()
+
+    def forward(self, x):
+        x.mul_(0.9)
+        return self.body(x)
+
+
+CALLERS = {
+    "diagnose": lambda net, fast, batches: sj_tac.diagnose(batches, net, permutations=20),
+    "bench": lambda net, fast, batches: sj_tac.bench(net, batches, ["preserve:2"], rounds=1, progress=False),
+    "sensitivity": lambda net, fast, batches: sj_tac.sensitivity(net, batches, ks=(2,), rounds=1, progress=False),
+    "search": lambda net, fast, batches: sj_tac.search(net, batches, ks=(2,), rounds=1, max_drop=1.0, progress=False),
+    "match": lambda net, fast, batches: sj_tac.match(fast, batches, progress=False),
+    "recalibrate": lambda net, fast, batches: sj_tac.recalibrate(fast, batches),
+    "report": lambda net, fast, batches: sj_tac.report(fast, batches),
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_a_net_that_writes_into_its_input_leaves_the_callers_batches_as_they_are(caller):
+    x = frames(6, 12, 2, 8, 8)
+    batches, net = [(x.clone(), torch.arange(12) % 3)], Writes().eval()
+    fast = sj_tac.convert(net, "preserve", 2, example_input=x[:, :2])
+    CALLERS[caller](net, fast, batches)
+    assert torch.equal(batches[0][0], x)
