@@ -108,12 +108,80 @@ def test_convolutions_in_a_container_take_folded_frames(host_layers):
     assert type(net[0]) is layer.SeqToANNContainer
 
 
-def test_a_convolution_that_nobody_tells_t_is_refused():
-    net = nn.Sequential(layer.SeqToANNContainer(nn.Sequential(nn.Conv2d(2, 4, 3))), node("lif"))
-    with pytest.raises(
-        ValueError, match=r"'0\.0\.0' \(Conv2d\) takes folded frames .* from a Sequential, which does not know T"
-    ):
-        converted(net, 2, {"0.0.0": "1"})
+class Container(layer.SeqToANNContainer):
+    pass
+
+
+OTHERS = {
+    "in a Sequential": (lambda: layer.SeqToANNContainer(nn.Sequential(nn.Conv2d(2, 4, 3))), "0.0.0", "from a Sequential"),
+    "in a container's container": (
+        lambda: layer.SeqToANNContainer(layer.SeqToANNContainer(nn.Conv2d(2, 4, 3))), "0.0.0", "of its own",
+    ),
+    "in a container of one's own": (lambda: Container(nn.Conv2d(2, 4, 3)), "0.0", "from a Container, which does not know T"),
+    "another class": (lambda: layer.ConvTranspose2d(2, 4, 3, step_mode="m"), "0", "'0' is a ConvTranspose2d; frames are"),
+    "no module": (lambda: layer.Conv2d(2, 4, 3, step_mode="m"), "9", "'9' is a NoneType"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_convolutions_that_cannot_share_are_refused_and_the_net_is_left_alone(case):
+    make, name, message = OTHERS[case]
+    net = nn.Sequential(make(), node("lif"), conv(4, 4), node("lif"))
+    before = [type(m) for m in net.modules()]
+    with pytest.raises(ValueError, match=message):
+        convs.share(net, {"2": convs.Sharing(2, net[3]), name: convs.Sharing(2, net[1])})
+    assert [type(m) for m in net.modules()] == before
+
+
+def test_a_neuron_with_a_decay_per_channel_steps_by_itself_and_weighs_no_frames():
+    source, x = csnn(make=lambda: node("lif", v_threshold=0.3)).double(), frames(6, 2, 2, 8, 8, dtype=torch.float64)
+    source[2].tau = torch.full((4, 1, 1), 3.0, dtype=torch.float64)
+    net = converted(source, 1, {})
+    try:
+        expected = source(x)
+    except (RuntimeError, ValueError) as error:
+        pytest.skip(f"the source cannot either: {error}")
+    assert torch.equal(net(x), expected)
+    with pytest.raises(ValueError, match=r"'0' drives a neuron with several decays: its tau is a tensor of \[4, 1, 1\]"):
+        convs.share(net, {"0": convs.Sharing(2, net[2])})
+
+
+def test_half_voltages_are_carried_on_unrounded():
+    source = nn.Sequential(conv(2, 4, padding=1), node("lif", v_threshold=0.1)).bfloat16().eval()
+    net, x = converted(source, 2, {"0": "1"}), frames(8, 2, 2, 8, 8).bfloat16()
+    with torch.no_grad():
+        drives = net[0](x)
+        functional.reset_net(net)
+        whole, last = net[1](drives), net[1].v
+        functional.reset_net(net)
+        parts = torch.cat([net[1](part) for part in drives.split(2)])
+    assert torch.equal(parts, whole)
+    assert torch.equal(net[1].v, last)
+
+
+def test_weights_that_are_no_parameters():
+    """A parametrized w, learned weights as a buffer, and learned weights that are not there."""
+    source, x = csnn(make=KINDS["plif"]).double(), frames(6, 2, 2, 8, 8, dtype=torch.float64)
+    net = converted(source, 2)
+    expected = net(x)
+    nn.utils.parametrize.register_parametrization(net[2], "w", nn.Identity())
+    functional.reset_net(net)
+    torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
+    net = converted(csnn().double(), 2, {"0": "2"}, weights="learned")
+    with pytest.raises(ValueError, match=r"weights='learned', and the convolution has no tac_logits \[k=2\]"):
+        net(x)
+    net[0].register_buffer("tac_logits", torch.zeros(2, dtype=torch.float64))
+    uniform = converted(csnn().double(), 2, {"0": "2"}, weights="uniform")
+    functional.reset_net(net)
+    torch.testing.assert_close(net(x), uniform(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_voltage_of_inference_mode_goes_on_into_training():
+    net, x = converted(csnn().double(), 2), frames(4, 2, 2, 8, 8, dtype=torch.float64)
+    with torch.inference_mode():
+        net(x)
+    net(x).sum().backward()
+    assert net[0].weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", ["lif", "plif", "container"])

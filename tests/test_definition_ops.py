@@ -32,7 +32,8 @@ def test_sums_and_frames_of_any_t_and_k_are_their_equations(steps, k, n, normali
     x, beta = frames(steps * n, 2), 0.7
     weights = torch.tensor([beta ** (k - 1 - j) for j in range(k)], dtype=x.dtype)
     weights = weights / weights.sum() if normalize else weights
-    found = ops.aggregate(x, [] if trained else weights.tolist(), weights if trained else None, steps, normalize)
+    form = "normalized" if normalize else "plain"
+    found = ops.aggregate(x, [] if trained else weights.tolist(), weights if trained else None, steps, form)
     expected = []
     for group in x.view(steps, n, 2).split(k):
         own = [beta ** (len(group) - 1 - j) for j in range(len(group))]
@@ -43,7 +44,7 @@ def test_sums_and_frames_of_any_t_and_k_are_their_equations(steps, k, n, normali
         torch.equal(again[t], expected[t // k]) or (again[t] - expected[t // k]).abs().max() < 1e-12 for t in range(steps)
     )
     if normalize:  # aggregate(expand(y)) = y
-        back = ops.aggregate(again.flatten(0, 1), weights.tolist(), None, steps, True)
+        back = ops.aggregate(again.flatten(0, 1), weights.tolist(), None, steps, form)
         torch.testing.assert_close(back, found, rtol=1e-12, atol=1e-12)
 
 
@@ -99,12 +100,28 @@ def test_half_inputs_are_stepped_and_summed_in_float32_whatever_autocast_says(dt
     x, node = frames(6, 2, 3, dtype=dtype), made("lif", 0.0, False)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         spikes, last = ops.neuron(x, None, None, *numbers(node, "lif"))
-        sums = ops.aggregate(x, [0.3, 0.7], None, 6, True)
+        sums = ops.aggregate(x, [0.3, 0.7], None, 6, "normalized")
     wide, wide_last = ops.neuron(x.float(), None, None, *numbers(node, "lif"))
     assert (spikes.dtype, last.dtype, sums.dtype) == (dtype, torch.float32, dtype)
     assert torch.equal(spikes.float(), wide)
     assert torch.equal(last, wide_last)
-    assert torch.equal(sums, ops.aggregate(x.float(), [0.3, 0.7], None, 6, True).to(dtype))
+    assert torch.equal(sums, ops.aggregate(x.float(), [0.3, 0.7], None, 6, "normalized").to(dtype))
+
+
+def test_learned_weights_of_a_short_last_group_are_finite_however_far_apart_logits_are():
+    logits = torch.tensor([900.0, 0.0], dtype=torch.float64, requires_grad=True)
+    x = frames(3, 2)
+    found = ops.aggregate(x, [], logits, 3, "logits")
+    torch.testing.assert_close(found, torch.stack([x[0], x[2]]), rtol=0, atol=0)
+    found.sum().backward()
+    assert logits.grad.abs().max() == 0
+
+
+def test_no_samples_are_no_error():
+    x = torch.zeros(6, 0, 3)
+    assert ops.aggregate(x.flatten(0, 1), [0.5, 0.5], None, 6, "normalized").shape == (0, 3)
+    assert ops.expand(x.flatten(0, 1)[:0], 2, 6).shape == (0, 3)
+    assert [t.shape for t in ops.neuron(x, None, None, *numbers(made("lif", 0.0, False), "lif"))] == [(6, 0, 3), (0, 3)]
 
 
 def lying(how):
@@ -119,8 +136,11 @@ def lying(how):
 
 
 CALLS = {
-    "aggregate": lambda x: (ops.aggregate, (x, [0.25, 0.75], None, 6, True)),
-    "aggregate, trained": lambda x: (ops.aggregate, (x, [], torch.tensor([0.2, 0.3, 0.1]).to(x).requires_grad_(), 6, False)),
+    "aggregate": lambda x: (ops.aggregate, (x, [0.25, 0.75], None, 6, "normalized")),
+    "aggregate, trained": lambda x: (
+        ops.aggregate,
+        (x, [], torch.tensor([0.2, 0.3, 0.1]).to(x).requires_grad_(), 6, "logits"),
+    ),
     "expand": lambda x: (ops.expand, (x, 2, 12)),
     "neuron": lambda x: (ops.neuron, (x, x[0].detach().clone(), None, *numbers(made("lif", None, False), "lif"))),
     "plif": lambda x: (
@@ -164,7 +184,7 @@ def test_derivatives_that_are_not_there_are_refused_by_name(call):
 def test_a_module_that_is_captured_has_one_node_for_each():
     class Net(nn.Module):
         def forward(self, x):
-            drives = ops.expand(ops.aggregate(x, [0.5, 0.5], None, x.shape[0], True), 2, x.shape[0])
+            drives = ops.expand(ops.aggregate(x, [0.5, 0.5], None, x.shape[0], "normalized"), 2, x.shape[0])
             return ops.neuron(drives, None, None, *numbers(made("lif", 0.0, False), "lif"))[0]
 
     found = []

@@ -31,18 +31,19 @@ class Sharing:
     weights: Literal["decay", "uniform", "learned"] = "decay"
     normalize: bool = True
 
-    def operands(self, dtype: torch.dtype, logits: Tensor | None) -> tuple[list[float], Tensor | None]:
-        """Return the k weights as numbers, or as a tensor [k] if their gradient is wanted (a PLIF's w, learned weights)."""
-        if self.weights == "learned" and logits is not None:
-            return [], torch.softmax(logits.to(host.wide_dtype(dtype)), 0)
+    def operands(self, dtype: torch.dtype, logits: Tensor | None) -> tuple[list[float], Tensor | None, str]:
+        """Return the weights for ``ops.aggregate``: numbers, or a tensor if they have a gradient; and their form."""
+        form = "normalized" if self.normalize else "plain"
+        if self.weights == "learned":
+            if logits is None:
+                raise ValueError(f"weights='learned', and the convolution has no {LOGITS} [k={self.k}]")
+            return [], logits, "logits"
         if self.weights == "uniform":
-            return [1 / self.k if self.normalize else 1.0] * self.k, None
+            return [1.0] * self.k, None, form
         beta = host.decay(self.neuron, host.wide_dtype(dtype))
         if isinstance(beta, Tensor):
-            powers = beta ** torch.arange(self.k - 1, -1, -1, device=beta.device)
-            return [], powers / powers.sum() if self.normalize else powers
-        numbers = [beta ** (self.k - 1 - j) for j in range(self.k)]
-        return [number / sum(numbers) for number in numbers] if self.normalize else numbers, None
+            return [], beta ** torch.arange(self.k - 1, -1, -1, device=beta.device), form
+        return [beta ** (self.k - 1 - j) for j in range(self.k)], None, form
 
 
 class SharedConv(nn.Module):
@@ -62,8 +63,8 @@ class SharedConv(nn.Module):
         if k == 1 or steps is None:
             made: Tensor = super().forward(x)
             return made
-        weights, by = self.sharing.operands(x.dtype, self._parameters.get(LOGITS))
-        sums = ops.aggregate(x, weights, by, steps, self.sharing.normalize)
+        weights, by, form = self.sharing.operands(x.dtype, getattr(self, LOGITS, None))
+        sums = ops.aggregate(x, weights, by, steps, form)
         frames: Tensor = ops.expand(super().forward(sums), k, steps)
         return frames
 
@@ -135,18 +136,12 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
         plan: name of the convolution -> how it aggregates. A convolution that is swapped already gets the new one.
 
     Raises:
-        ValueError: a convolution takes folded frames, and is no layer of a SeqToANNContainer, which would know T. The net is
-            left as it was.
+        ValueError: no such convolution, one of another class, a neuron with several decays, or a convolution that takes
+            folded frames from a module that does not know T. The net is left as it was.
     """
-    modules = dict(net.named_modules())
-    for name in plan:
-        parent = modules[name.rpartition(".")[0]]
-        if not _takes_frames(modules[name]) and not isinstance(parent, host.layer.SeqToANNContainer):
-            raise ValueError(
-                f"convolution {name!r} ({type(modules[name]).__name__}) takes folded frames [T * N, C, ...] from a "
-                f"{type(parent).__name__}, which does not know T; use SpikingJelly's layer in step mode 'm', or put it into "
-                "a SeqToANNContainer"
-            )
+    modules = dict(net.named_modules(remove_duplicate=False))
+    for name, sharing in plan.items():
+        _check(modules, name, sharing)
     for name, sharing in plan.items():
         conv: Any = modules[name]
         if not isinstance(conv, SharedConv):
@@ -155,6 +150,26 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
     for module in modules.values():
         if type(module) is host.layer.SeqToANNContainer and any(isinstance(m, SharedConv) for m in module):
             module.__class__ = TACContainer
+
+
+def _check(modules: Mapping[str, nn.Module], name: str, sharing: Sharing) -> None:
+    """Raise ValueError where ``share`` cannot take this part of its plan."""
+    conv, containers = modules.get(name), (host.layer.SeqToANNContainer, TACContainer)
+    if conv is None or not (isinstance(conv, SharedConv) or type(conv) in SWAPS):
+        known = ", ".join(kind.__name__ for kind in SWAPS)
+        raise ValueError(f"{name!r} is a {type(conv).__name__}; frames are shared in {known}")
+    if problem := host.many_numbers(sharing.neuron):
+        raise ValueError(f"{name!r} drives a neuron with several decays: its {problem}")
+    if _takes_frames(conv):
+        return
+    parts = name.split(".")[:-1]
+    above = [modules[".".join(parts[:i])] for i in range(len(parts), -1, -1)]
+    if type(above[0]) not in containers or any(isinstance(module, containers) for module in above[1:]):
+        raise ValueError(
+            f"convolution {name!r} ({type(conv).__name__}) takes folded frames [T * N, C, ...] from a "
+            f"{type(above[0]).__name__}, which does not know T; use SpikingJelly's layer in step mode 'm', or put it into a "
+            "SeqToANNContainer of its own"
+        )
 
 
 def undo(net: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sj_tac import host
@@ -21,10 +22,16 @@ class OperatorNeuron(nn.Module):
         if problem(self, x_seq):
             spikes: Tensor = super().multi_step_forward(x_seq)  # type: ignore[misc]
             return spikes
-        v = None if host.is_at_rest(self) else host.take_state(self, x_seq)
-        spikes, last = ops.neuron(x_seq, v, self._parameters.get("w"), *_numbers(self))
+        v = None if host.is_at_rest(self) else _voltage(self, x_seq)
+        spikes, last = ops.neuron(x_seq, v, getattr(self, "w", None), *_numbers(self))
         host.put_state(self, last, [])
         return spikes
+
+
+def _voltage(node: Any, x_seq: Tensor) -> Tensor:
+    """Return the stored voltage in the dtype of steps: SpikingJelly would round it to a half input's dtype."""
+    v = host.take_state(node, x_seq[:1].to(host.wide_dtype(x_seq.dtype)))
+    return v.clone() if v.is_inference() and not torch.is_inference_mode_enabled() else v
 
 
 def problem(node: Any, x: Tensor) -> str:
@@ -35,7 +42,7 @@ def problem(node: Any, x: Tensor) -> str:
         return f"ops.neuron does not know the surrogate {type(node.surrogate_function).__name__}"
     if not isinstance(node.v_threshold, (int, float)):
         return "its v_threshold is a tensor"
-    return host.neuron_problem(node)
+    return host.many_numbers(node) or host.neuron_problem(node)
 
 
 def _numbers(node: Any) -> tuple[Any, ...]:

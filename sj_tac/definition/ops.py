@@ -27,29 +27,35 @@ def groups(steps: int, k: int) -> int:
     return (steps + k - 1) // k
 
 
-def tail_weights(weights: Tensor, length: int, normalize: bool) -> Tensor:
-    """Return the last ``length`` of the k weights, for a shorter last group; with the same sum if ``normalize``."""
-    last = weights[-length:]
-    return last * (weights.sum() / last.sum()) if normalize else last
+def group_weights(by: Tensor, length: int, form: str) -> Tensor:
+    """Return the weights of a group of ``length`` frames from those of k frames, ``by`` [k].
+
+    The last ones count: a frame's weight depends on the steps behind it. ``form`` is "plain"; "normalized", which rescales
+    them to sum 1; or "logits", where ``by`` are logits and the weights their softmax.
+    """
+    last = by[by.shape[0] - length :]
+    if form == "logits":
+        return torch.softmax(last, 0)
+    return last / last.sum() if form == "normalized" else last
 
 
-def aggregated(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, normalize: bool) -> Tensor:
+def aggregated(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, form: str) -> Tensor:
     """``aggregate`` as a function of plain PyTorch: ``sum_j w_j x_j``, in the order of j, half inputs in float32."""
     wide = host.wide_dtype(x.dtype)
     flat = torch.tensor(weights, dtype=wide, device=x.device) if by is None else by.to(wide)
     k, frames = len(flat), _blocks(x, steps).to(wide)
     whole, sums = steps // k * k, []
     if whole:
-        grouped = frames[:whole].reshape(-1, k, *frames.shape[1:])
-        sums.append(_weighted(grouped, flat))
+        grouped = frames[:whole].reshape(whole // k, k, *frames.shape[1:])
+        sums.append(_weighted(grouped, group_weights(flat, k, form)))
     if steps > whole:
-        sums.append(_weighted(frames[whole:].unsqueeze(0), tail_weights(flat, steps - whole, normalize)))
+        sums.append(_weighted(frames[whole:].unsqueeze(0), group_weights(flat, steps - whole, form)))
     return torch.cat(sums).flatten(0, 1).to(x.dtype)
 
 
 def _blocks(x: Tensor, count: int) -> Tensor:
     """[count * n, ...] as [count, n, ...]."""
-    return x.reshape(count, -1, *x.shape[1:])
+    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
 
 def _weighted(grouped: Tensor, weights: Tensor) -> Tensor:
@@ -81,6 +87,8 @@ def stepped(x: Tensor, v: Tensor | None, w: Tensor | None, *of: Any) -> tuple[Te
 
 def laid_like(x: Tensor, rows: int) -> Tensor:
     """Return an empty tensor of ``rows`` rows in x's memory format (channels_last is preserved), dimension 0 outermost."""
+    if not x.shape[0]:
+        return x.new_empty((rows, *x.shape[1:]))
     row = torch.empty_like(x[0])
     return x.new_empty_strided((rows, *x.shape[1:]), (max(1, row.numel()), *row.stride()))
 
@@ -126,7 +134,7 @@ def _operator(name: str, schema: str, function: Callable[..., Any], room: Callab
     return made
 
 
-def _room_of_sums(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, normalize: bool) -> Tensor:
+def _room_of_sums(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, form: str) -> Tensor:
     k = len(weights) if by is None else by.shape[0]
     return laid_like(x, x.shape[0] // steps * groups(steps, k))
 
@@ -141,7 +149,7 @@ def _room_of_spikes(x: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
 
 aggregate = _operator(
     "aggregate_frames",
-    "(Tensor x, float[] weights, Tensor? by, SymInt steps, bool normalize) -> Tensor",
+    "(Tensor x, float[] weights, Tensor? by, SymInt steps, str form) -> Tensor",
     aggregated,
     _room_of_sums,
 )

@@ -30,18 +30,18 @@ def warn_of_counts(model: nn.Module, convs: Sequence[weakref.ref[nn.Module]]) ->
     Args:
         convs: the converted layers. A tool that counts by hooks registers them on every layer, or on the net.
     """
-    first = convs[0]() if convs else None
+    layers = [conv for ref in convs if (conv := ref()) is not None]
     # convert registers one hook of each kind on the net, and none on its layers. This check runs in every call.
     if (
         len(model._forward_hooks) + len(model._forward_pre_hooks) <= 2
-        and not (first is not None and (first._forward_hooks or first._forward_pre_hooks))
+        and not any(conv._forward_hooks or conv._forward_pre_hooks for conv in layers)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
     ):
         return
-    roles: list[Any] = [conv._tac for ref in convs if (conv := ref()) is not None]
+    roles: list[Any] = [conv._tac for conv in layers]
     count = sum(role.mode != "keep" and role.k > 1 for role in roles)
-    tool = next(_tools(model, first), None) if count else None
+    tool = next(_tools([model, *layers]), None) if count else None
     if tool is not None:
         warnings.warn(
             f"{tool.rpartition('.')[2]} {TOOLS[tool]}. {count} layers of this {type(model).__name__} take one convolution "
@@ -51,13 +51,12 @@ def warn_of_counts(model: nn.Module, convs: Sequence[weakref.ref[nn.Module]]) ->
         )
 
 
-def _tools(model: nn.Module, first: nn.Module | None) -> Iterator[str]:
-    """Yield the tools whose torch modes are active, or whose hooks the net or its first converted layer has."""
+def _tools(modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the tools whose torch modes are active, or whose hooks these modules have."""
     stacks: list[Any] = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]  # type: ignore[no-untyped-call]
     found: list[Any] = [type(mode) for mode in stacks]
-    for module in (model, first):
-        if module is not None:
-            found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    for module in modules:
+        found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     for one in found:
-        of = getattr(one, "__module__", None) or ""
+        of = str(getattr(getattr(one, "func", one), "__module__", ""))  # ``func`` of a functools.partial
         yield from (tool for tool in TOOLS if of == tool or of.startswith(f"{tool}."))
