@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import DataError, Indexed
+from datasets import DataError, Indexed, binned
 from event_files import checked
 
 from sj_tac.support.files import write_whole
@@ -61,6 +61,8 @@ class Recordings:
             columns = {name: np.asarray(events[name]) for name in "txyp"}
         except Exception as error:  # numpy and the libraries raise what they like
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); unpack it again") from None
+        if not isinstance(label, (int, np.integer)) or not 0 <= label < CLASSES:
+            raise DataError(f"{path} has label {label!r}; labels are integers in 0..{CLASSES - 1}")
         return self.to_frames(checked(columns, SENSOR, path)), int(label)
 
 
@@ -80,6 +82,8 @@ class Kept:
         path = self.folder / f"{index}.npz"
         if not path.exists():
             frames, label = self.dataset[index]
+            if frames.shape != self.shape:
+                raise DataError(f"{self.dataset.paths[index]} gives frames {list(frames.shape)}, not {list(self.shape)}")
             write_whole(path, lambda draft: np.savez_compressed(draft, frames=frames, label=label))
             return frames, label
         try:
@@ -103,13 +107,11 @@ def with_tonic(root: Path, steps: int, size: int, workers: int) -> Source:
         import tonic
     except ImportError:
         raise DataError("tonic is not installed: pip install tonic, or use --library spikingjelly") from None
-    to_frames = tonic.transforms.ToFrame(sensor_size=(SENSOR, SENSOR, 2), n_time_bins=steps)
 
     def counted(events: dict[str, np.ndarray]) -> np.ndarray:
-        structured = np.empty(len(events["t"]), tonic.datasets.DVSGesture.dtype)
-        for name, values in events.items():
-            structured[name] = values
-        return blocks(to_frames(structured), size)
+        # tonic's ToFrame drops the events behind the last whole bin, and all events of a recording shorter than T us.
+        first, last = int(events["t"][0]), int(events["t"][-1])
+        return binned(events, steps, SENSOR, size, first, last - first + 1)
 
     parts = []
     for train in (True, False):

@@ -72,7 +72,8 @@ def checked(columns: Mapping[str, Any], sensor: int, where: str) -> dict[str, np
     for name in ("x", "y"):
         _within(events[name], name, where, 0, sensor - 1, f", outside the sensor of {sensor} x {sensor} pixels")
     _within(events["p"], "p", where, 0, 1, "; polarity is 0 (off) or 1 (on)")
-    _within(events["t"], "t", where, 0, 2**62, "; times are microseconds from 0 on")
+    # Frames multiply times by T: 2^50 us, 35 years, leaves room for that in int64.
+    _within(events["t"], "t", where, 0, 2**50, "; times are microseconds from 0 to 2^50")
     backwards = np.diff(events["t"]) < 0
     if not backwards.any():
         return events

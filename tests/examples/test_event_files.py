@@ -34,10 +34,11 @@ def test_events_in_any_order_are_sorted_and_events_of_one_time_stay_as_they_stan
         ({"y": [3, -1, 0, 33, 4]}, r"y\[1\] is -1, outside the sensor"),
         ({"p": [0, 1, 2, 0, 1]}, r"p\[2\] is 2; polarity is 0 \(off\) or 1 \(on\)"),
         ({"p": [-1, 1, 1, 1, 1]}, r"p\[0\] is -1"),
-        ({"t": [5, 5, 9, -20, 31]}, r"t\[3\] is -20; times are microseconds from 0 on"),
+        ({"t": [5, 5, 9, -20, 31]}, r"t\[3\] is -20; times are microseconds from 0 to 2\^50"),
         ({"t": [0.5, 5, 9, 20, 31]}, r"t has dtype float64; integers \(microseconds\) are expected"),
         ({"x": list("abcde")}, r"x has dtype <U1; integers are expected"),
         ({"t": np.array([5, 5, 9, 20, 2**64 - 1], np.uint64)}, r"t\[4\] is 18446744073709551615; it must be in"),
+        ({"t": [5, 5, 9, 20, 2**61]}, r"t\[4\] is 2305843009213693952; times are microseconds from 0 to 2\^50"),
         ({"x": [[0, 1, 33, 2, 2]]}, r"x has shape \[1, 5\]; one integer for each event"),
         ({"y": [3, 3]}, r"its columns have different lengths, \{'t': 5, 'x': 5, 'y': 2, 'p': 5\}"),
         (dict.fromkeys("txyp", np.zeros(0, int)), r"file\.bin has no events; leave this recording out"),
@@ -140,6 +141,27 @@ def test_gestures_that_tonic_hands_out_are_checked(tmp_path):
         first("outside")
     with pytest.raises(DataError, match=r"0\.npy cannot be read \(IndexError"):
         first("cut")
+
+
+def test_a_recording_of_one_instant_keeps_its_events(tmp_path):
+    pytest.importorskip("tonic")
+    recorded = generated_gestures(40)
+    recorded[0][:, 3] = 7
+    gesture_folder(tmp_path, recorded)
+    source = dvs128.with_tonic(tmp_path, 4, 16, 0)
+    rows = [path.endswith("0.npy") for path in source.test.dataset.dataset.paths]
+    ((frames, _),) = source.test.load([torch.tensor([rows.index(True)])], [0])
+    assert frames[0].sum() == 40
+    assert frames.sum() == 40
+
+
+@pytest.mark.parametrize("label", [-1, 11, 3.7, "a", None])
+def test_labels_that_are_no_class_are_refused(label):
+    recordings = dvs128.Recordings(
+        [({name: np.array([1, 2]) for name in "txy"} | {"p": np.array([0, 1])}, label)], ["r.npz"], None
+    )
+    with pytest.raises(DataError, match=r"r\.npz has label .*; labels are integers in 0\.\.10"):
+        recordings[0]
 
 
 def spikingjelly_gestures(root, turned=False, **change):
