@@ -68,7 +68,10 @@ class Recordings:
 
 @dataclass(frozen=True)
 class Kept:
-    """A data set of (frames, label) whose items are kept in ``folder``, each in a file, from when they are first read."""
+    """A data set of (frames, label) that stores each item in a file of ``folder`` when it is first read.
+
+    An item is made anew when its recording has changed since (size or time of modification).
+    """
 
     dataset: Recordings
     folder: Path
@@ -78,21 +81,23 @@ class Kept:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Raise DataError also where what is kept is damaged, or of another shape."""
-        path = self.folder / f"{index}.npz"
-        if not path.exists():
-            frames, label = self.dataset[index]
-            if frames.shape != self.shape:
-                raise DataError(f"{self.dataset.paths[index]} gives frames {list(frames.shape)}, not {list(self.shape)}")
-            write_whole(path, lambda draft: np.savez_compressed(draft, frames=frames, label=label))
-            return frames, label
-        try:
-            with path.open("rb") as file, np.load(file) as kept:
-                frames, label = kept["frames"], int(kept["label"])
-        except Exception as error:  # numpy raises anything from EOFError to zipfile.BadZipFile here
-            raise DataError(f"{path} is damaged ({error}); delete it and it is made again") from None
-        if frames.shape != self.shape:
-            raise DataError(f"{path} holds frames {list(frames.shape)}, not {list(self.shape)}; delete it")
+        """Raise DataError as ``Recordings``, and for a stored item that is damaged or has another shape."""
+        path, recording = self.folder / f"{index}.npz", Path(self.dataset.paths[index])
+        if not recording.exists():
+            raise DataError(f"{recording} does not exist any more; unpack the data again")
+        now = (recording.stat().st_size, recording.stat().st_mtime_ns)
+        if path.exists():
+            try:
+                with path.open("rb") as file, np.load(file) as kept:
+                    frames, label, source = kept["frames"], int(kept["label"]), tuple(kept["source"].tolist())
+            except Exception as error:  # numpy raises anything from EOFError to zipfile.BadZipFile here
+                raise DataError(f"{path} is damaged ({error}); delete it and it is made again") from None
+            if source == now:
+                if frames.shape != self.shape:
+                    raise DataError(f"{path} holds frames {list(frames.shape)}, not {list(self.shape)}; delete it")
+                return frames, label
+        frames, label = self.dataset[index]
+        write_whole(path, lambda draft: np.savez_compressed(draft, frames=frames, label=label, source=now))
         return frames, label
 
 

@@ -101,7 +101,7 @@ def test_convolutions_in_a_container_take_folded_frames(host_layers):
         torch.testing.assert_close(net(x), expected, rtol=0, atol=1e-12)
         assert 0.05 < expected.mean() < 0.9
         assert seen == [((21, 2, 6, 6), (21, 4, 6, 6))], "hooks see T frames"
-        one = net[0][0](x[0])  # outside a container nobody says what T is
+        one = net[0][0](x[0])  # outside a container T is unknown: no sharing
         torch.testing.assert_close(one, source[0][0](x[0]), rtol=0, atol=0)
         convs.undo(net)
     assert [type(m) for m in net[0]] == [type(m) for m in source[0]]

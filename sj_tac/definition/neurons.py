@@ -23,7 +23,10 @@ class OperatorNeuron(nn.Module):
             spikes: Tensor = super().multi_step_forward(x_seq)  # type: ignore[misc]
             return spikes
         v = None if host.is_at_rest(self) else _voltage(self, x_seq)
-        spikes, last = ops.neuron(x_seq, v, getattr(self, "w", None), *_numbers(self))
+        *numbers, threshold, reset, detach, _ = host.numbers_of(self)
+        surrogate = host.fused_surrogate(self)
+        assert surrogate is not None  # problem() has looked
+        spikes, last = ops.neuron(x_seq, v, getattr(self, "w", None), *numbers, float(threshold), reset, detach, *surrogate)
         host.put_state(self, last, [])
         return spikes
 
@@ -45,16 +48,6 @@ def problem(node: Any, x: Tensor) -> str:
     return host.many_numbers(node) or host.neuron_problem(node)
 
 
-def _numbers(node: Any) -> tuple[Any, ...]:
-    """Return the operands of ``ops.neuron`` behind drives, voltage and w."""
-    kind = next(kind for known, kind in KINDS.items() if isinstance(node, known))
-    surrogate, alpha = host.fused_surrogate(node) or (0, 0.0)
-    tau = host.number(node.tau) if kind == "lif" else 1.0
-    reset = None if node.v_reset is None else host.number(node.v_reset)
-    decays = kind != "if" and node.decay_input
-    return kind, tau, decays, float(node.v_threshold), reset, node.detach_reset, surrogate, alpha
-
-
 class TACLIFNode(OperatorNeuron, host.neuron.LIFNode):
     """LIFNode of a converted net."""
 
@@ -67,7 +60,6 @@ class TACParametricLIFNode(OperatorNeuron, host.neuron.ParametricLIFNode):
     """ParametricLIFNode of a converted net."""
 
 
-KINDS = {host.neuron.LIFNode: "lif", host.neuron.IFNode: "if", host.neuron.ParametricLIFNode: "plif"}
 SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     host.neuron.LIFNode: TACLIFNode,
     host.neuron.IFNode: TACIFNode,

@@ -39,6 +39,7 @@ from sj_tac.host.neurons import (
     may_be_vouched_for as may_be_vouched_for,
     neuron_problem as neuron_problem,
     number as number,
+    numbers_of as numbers_of,
     resting_voltage as resting_voltage,
     steps_of as steps_of,
     steps_on as steps_on,

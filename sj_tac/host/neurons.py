@@ -140,47 +140,6 @@ def _soft_reset_problem(threshold: Any) -> str:
     return f"its v_threshold is {number(threshold)}, and SpikingJelly's soft reset by it makes voltages NaN"
 
 
-def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
-    """Ordinary steps on the drives [T, ...] from ``voltage``, by the host's own functions: spikes [T, ...], last voltage."""
-    # The host's functions take v_threshold as a number: they would refuse one by channel, and lose a trained one's gradient.
-    if not IS_V2 or isinstance(node.v_threshold, Tensor):
-        return _loop(node, drives, voltage)
-    shared = (node.v_threshold, node.v_reset, node.surrogate_function, node.detach_reset)
-    if isinstance(node, neuron.ParametricLIFNode):
-        spikes, last, _ = functional.plif_multi_step(drives, voltage, node.w, node.decay_input, *shared)
-    elif isinstance(node, neuron.LIFNode):
-        spikes, last, _ = functional.lif_multi_step(drives, voltage, number(node.tau), node.decay_input, *shared)
-    else:
-        spikes, last, _ = functional.if_multi_step(drives, voltage, *shared)
-    return spikes, last
-
-
-def _loop(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
-    """``steps_on`` for a host that has no functions for it, in the order of operations of the one that has."""
-    kind = "plif" if isinstance(node, neuron.ParametricLIFNode) else "lif" if isinstance(node, neuron.LIFNode) else "if"
-    tau, decays = (number(node.tau) if kind == "lif" else 1.0), kind != "if" and node.decay_input
-    w, rest = (node.w if kind == "plif" else None), resting_voltage(node)
-    return _steps(drives, voltage, lambda x, v: fire_and_reset(node, _charged(kind, x, v, rest, tau, decays, w)))
-
-
-def _charged(kind: str, x: Tensor, v: Tensor, rest: float, tau: float, decays: bool, w: Tensor | None) -> Tensor:
-    """The first half of a neuron step, ``h = r + beta (v - r) + gamma x``, in SpikingJelly's order of operations."""
-    if kind == "if":
-        return v + x
-    if w is None:
-        return v + (x - (v - rest)) / tau if decays else v - (v - rest) / tau + x
-    rate = w.sigmoid().to(v.dtype)
-    return v + (x - (v - rest)) * rate if decays else v - (v - rest) * rate + x
-
-
-def _steps(drives: Tensor, v: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    spikes = []
-    for x in drives:
-        spike, v = step(x, v)
-        spikes.append(spike)
-    return torch.stack(spikes), v
-
-
 class Numbers(NamedTuple):
     """What a neuron's steps go by: "lif", "plif" or "if"; tau (of LIF); v_threshold; v_reset, None for a soft reset."""
 
@@ -191,6 +150,42 @@ class Numbers(NamedTuple):
     reset: float | None
     detach: bool
     surrogate: Any
+
+
+def numbers_of(node: Any) -> Numbers:
+    """Return a neuron's numbers as they are now. tau and v_reset must be single numbers."""
+    kind = "plif" if isinstance(node, neuron.ParametricLIFNode) else "lif" if isinstance(node, neuron.LIFNode) else "if"
+    tau, decays = number(node.tau) if kind == "lif" else 1.0, kind != "if" and node.decay_input
+    reset = None if node.v_reset is None else number(node.v_reset)
+    return Numbers(kind, tau, decays, node.v_threshold, reset, node.detach_reset, node.surrogate_function)
+
+
+def steps_on(node: Any, drives: Tensor, voltage: Tensor) -> tuple[Tensor, Tensor]:
+    """Ordinary steps on the drives [T, ...] from ``voltage``, by the host's own functions: spikes [T, ...], last voltage."""
+    numbers, w = numbers_of(node), getattr(node, "w", None)
+    # The host's functions take v_threshold as a number: they would refuse one by channel, and lose a trained one's gradient.
+    if IS_V2 and not isinstance(node.v_threshold, Tensor):
+        return steps_of(numbers, drives, voltage, w)
+    return _steps(drives, voltage, lambda x, v: fire_and_reset(node, _charged(numbers, x, v, w)))
+
+
+def _charged(of: Numbers, x: Tensor, v: Tensor, w: Tensor | None) -> Tensor:
+    """The first half of a neuron step, ``h = r + beta (v - r) + gamma x``, in SpikingJelly's order of operations."""
+    if of.kind == "if":
+        return v + x
+    rest = 0.0 if of.reset is None else of.reset
+    if w is None:
+        return v + (x - (v - rest)) / of.tau if of.decay_input else v - (v - rest) / of.tau + x
+    rate = w.sigmoid().to(v.dtype)
+    return v + (x - (v - rest)) * rate if of.decay_input else v - (v - rest) * rate + x
+
+
+def _steps(drives: Tensor, v: Tensor, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    spikes = []
+    for x in drives:
+        spike, v = step(x, v)
+        spikes.append(spike)
+    return torch.stack(spikes), v
 
 
 def steps_of(numbers: Numbers, drives: Tensor, voltage: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -209,10 +204,9 @@ def steps_of(numbers: Numbers, drives: Tensor, voltage: Tensor, w: Tensor | None
         else:
             spikes, last, _ = functional.if_multi_step(drives, voltage, *shared)
         return spikes, last
-    rest = 0.0 if reset is None else reset
 
     def step(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        h = _charged(kind, x, v, rest, tau, decays, w)
+        h = _charged(numbers, x, v, w)
         spike = surrogate_function(h - threshold)
         fired = spike.detach() if detach else spike
         return spike, (h - fired * threshold if reset is None else (1.0 - fired) * h + fired * reset)

@@ -16,7 +16,7 @@ from sj_tac.errors import OperationCountWarning
 
 # Package of the tool's hooks or modes -> how its count of a converted net goes wrong.
 TOOLS = {
-    "spikingjelly.activation_based.op_counter": ("counts aggregated frames as dense inputs, and misses fused kernels"),
+    "spikingjelly.activation_based.op_counter": "counts aggregated frames as dense inputs, and misses fused kernels",
     **dict.fromkeys(
         ("torchinfo", "thop", "ptflops", "calflops", "torchstat", "torchsummary"),
         "counts from output shapes, as if k were 1",

@@ -1,5 +1,7 @@
 """Event files that a user hands in: sorted with a warning, or refused with file, field, place and value."""
 
+from pathlib import Path
+
 import datasets
 import dvs128
 import numpy as np
@@ -201,22 +203,32 @@ def test_gestures_that_spikingjelly_keeps_are_checked_and_counted_by_its_own_fun
         read("no times")
 
 
-def test_kept_frames_are_read_again_and_refused_where_they_are_damaged_or_of_another_shape(tmp_path):
+def test_stored_frames_are_read_again_until_their_recording_changes(tmp_path):
     pytest.importorskip("tonic")
-    gesture_folder(tmp_path, generated_gestures(200))
+    gesture_folder(tmp_path, recorded := generated_gestures(200))
 
     def read():
-        ((frames, _),) = dvs128.with_tonic(tmp_path, 4, 16, 0).test.load([torch.tensor([3])], [0])
-        return frames
+        source = dvs128.with_tonic(tmp_path, 4, 16, 0).test
+        ((frames, _),) = source.load([torch.tensor([3])], [0])
+        return frames, Path(source.dataset.dataset.paths[3])
 
-    expected = read()
+    def store(**change):
+        with np.load(kept) as stored:
+            content = dict(stored)
+        np.savez(kept, **content | change)
+
+    expected, recording = read()
     (kept,) = (tmp_path / "frames" / "tonic-test-4-16").iterdir()
-    for path in (tmp_path / "DVSGesture" / "ibmGestureTest").rglob("*.npy"):
-        np.save(path, np.zeros((3, 4)))
-    assert torch.equal(read(), expected), "what is kept is not made again"
-    np.savez(kept, frames=np.zeros((4, 2, 32, 32)), label=3)
+    store(frames=expected[:, 0].numpy() + 1)
+    assert torch.equal(read()[0], expected + 1), "stored frames are read, not made"
+    np.save(recording, recorded[0][:100])
+    assert read()[0].sum() == 100, "the recording was changed"
+    store(frames=np.zeros((4, 2, 32, 32)))
     with pytest.raises(DataError, match=r"3\.npz holds frames \[4, 2, 32, 32\], not \[4, 2, 16, 16\]; delete it"):
         read()
     kept.write_bytes(b"PK")
     with pytest.raises(DataError, match=r"3\.npz is damaged"):
         read()
+    recordings = dvs128.Recordings([None], [str(tmp_path / "gone.npy")], None)
+    with pytest.raises(DataError, match=r"gone\.npy does not exist any more"):
+        dvs128.Kept(recordings, tmp_path, (4, 2, 16, 16))[0]
