@@ -84,7 +84,8 @@ def passed_over(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]
     """Return the spans in which a change is no fault of what the package computes.
 
     These are annotations and blocks for type checkers alone; the texts of messages (no test of the suite is about wording);
-    limits and block sizes, which are constants of a module in capitals; and ``zip(.., strict=..)``, which only looks.
+    the line that a warning names; limits and block sizes, which are constants of a module in capitals; and
+    ``zip(.., strict=..)``, which only looks.
     """
     found: list[ast.AST | None] = []
     for node in ast.walk(tree):
@@ -94,7 +95,7 @@ def passed_over(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]
             found.append(node.annotation)
         elif isinstance(node, ast.JoinedStr) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
             found.append(node)
-        elif isinstance(node, ast.keyword) and node.arg == "strict":
+        elif isinstance(node, ast.keyword) and node.arg in ("strict", "stacklevel"):
             found.append(node.value)
     for node in tree.body:
         if isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) and t.id.isupper() for t in node.targets):
@@ -175,11 +176,14 @@ class Concerned:
 
         Two orders take turns: the tests that know the file best (they execute lines of it that few others do), and quick
         tests of all test files in turn. What runs when a module is imported, and what Numba compiles, is no test's own line:
-        there, and in an unexecuted line, the tests of the file run; of a file that no test reaches, those of its folder.
+        there, and in an unexecuted line, all tests run that execute something of the file, and those of test files that
+        name its module; of a file that no test reaches, those of its folder.
         """
         lines = self.lines(fault.file)
-        tests = lines.get(fault.line) or set().union(*lines.values()) if lines else set()
         folder = fault.file.split("/")[1]
+        tests = lines.get(fault.line, set())
+        if not tests:
+            tests = set().union(*lines.values()) | {t for t in self.times if t.partition("::")[0] in self.naming(fault.file)}
         if "/kernels/cpu/" in fault.file:
             # Coverage sees of a compiled function only what a test has left as Python.
             tests = tests | {t for t in self.times if t.startswith("tests/kernels/")}
@@ -196,6 +200,12 @@ class Concerned:
                 chosen[test] = None
                 budget -= self.times[test]
         return list(chosen)
+
+    def naming(self, file: str) -> set[str]:
+        """Return the test files whose text has the name of a module, as in ``from sj_tac.tuning.options import ..``."""
+        module = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        files = self.checkout.joinpath("tests").rglob("test_*.py")
+        return {str(f.relative_to(self.checkout)) for f in files if module in f.read_text()}
 
     def in_turn(self, tests: set[str]) -> list[str]:
         """Return the quickest test of each test file, then the second of each, and so on."""

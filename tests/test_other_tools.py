@@ -108,26 +108,34 @@ def test_a_layer_that_forward_calls_in_another_way_is_refused_by_name(kind):
     assert statuses == {"body.0": "refused", "body.3": "converted"}
 
 
-@waits
-def test_a_converted_layers_class_makes_layers():
+@pytest.mark.parametrize("kind", ["Conv2d", pytest.param("Linear", marks=waits), pytest.param("the host's layer", marks=waits)])
+def test_a_converted_layers_class_makes_layers(kind):
     """peft makes a new layer of the adapted layer's class."""
-    fast = sj_tac.convert(source(), "preserve", 2, example_input=X)
-    made = type(fast[0])(2, 4, 3)
-    assert made(torch.rand(1, 2, 8, 8)).shape == (1, 4, 6, 6)
+    made = {"Conv2d": nn.Conv2d(2, 6, 1), "Linear": nn.Linear(8, 8), "the host's layer": conv(2, 6, padding=1)}[kind]
+    first = made if kind == "the host's layer" else layer.SeqToANNContainer(made)
+    fast = sj_tac.convert(nn.Sequential(first, node("lif")).eval(), "preserve", 2, example_input=X.float())
+    (verdict,) = sj_tac.report(fast).converted
+    again = type(fast.get_submodule(verdict.layer))(8, 4, 1) if kind != "Linear" else type(fast[0][0])(8, 4)
+    assert again(torch.rand(1, 8, 8, 8)).shape == ((1, 8, 8, 4) if kind == "Linear" else (1, 4, 8, 8))
 
 
 @only_v2
 @waits
-def test_a_net_at_k_1_is_written_to_nir_as_its_source():
+@pytest.mark.parametrize("kind", ["lif", "if"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_net_is_written_to_nir_as_its_source_or_the_error_says_restore(kind, k):
     pytest.importorskip("nirtorch")
     from spikingjelly.activation_based.nir_exchange import export_to_nir
 
-    net = nn.Sequential(
-        conv(2, 6, padding=1), node("lif"), layer.Flatten(**M), layer.Linear(384, 5, **M), node("lif")
-    ).eval()
+    head = layer.Flatten(**M), layer.Linear(384, 5, **M), node(kind)
+    net = nn.Sequential(conv(2, 6, padding=1), node(kind), *head).eval()
     x = frames(1, 4, 2, 8, 8)
-    fast = sj_tac.convert(net, "preserve", 1, example_input=x)
-    assert export_to_nir(fast, x).nodes.keys() == export_to_nir(net, x).nodes.keys()
+    fast = sj_tac.convert(net, "preserve", k, example_input=x)
+    if k == 1:
+        assert export_to_nir(fast, x).nodes.keys() == export_to_nir(net, x).nodes.keys()
+    else:
+        with pytest.raises(Exception, match="restore"):
+            export_to_nir(fast, x)
 
 
 # ---- tools that count -------------------------------------------------------------------------------------------------
@@ -182,18 +190,23 @@ def test_a_call_that_another_tool_counts_by_hooks(tool, on):
 
 @only_v2
 @waits
-def test_a_strict_counter_knows_every_operation_of_a_converted_net():
+@pytest.mark.parametrize(("mode", "training"), [("preserve", False), ("collapse", False), ("preserve", True)])
+def test_a_strict_counter_knows_every_operation_of_a_converted_net(mode, training):
     """A converted net adds no operator of sj_tac's own to those that its source runs."""
     op_counter = pytest.importorskip("spikingjelly.activation_based.op_counter")
 
     def unknown(net):
         counter = op_counter.MACCounter()
-        with op_counter.DispatchCounterMode([counter]) as mode:
-            output(net)
-        return set(mode.get_unsupported(counter))
+        functional.reset_net(net)
+        with op_counter.DispatchCounterMode([counter]) as watched:
+            with torch.set_grad_enabled(training):
+                out = net(X)
+            if training:
+                out.sum().backward()
+        return set(watched.get_unsupported(counter))
 
-    net = source()
-    fast = sj_tac.convert(net, "preserve", 2, example_input=X)
+    net = source().train(training)
+    fast = sj_tac.convert(net, mode, 2, example_input=X)
     assert not [name for name in unknown(fast) - unknown(net) if "sj_tac" in str(name)]
 
 

@@ -21,6 +21,9 @@ from sj_tac.host.neurons import resting_voltage
 from sj_tac.host.registry import is_registered_neuron
 from sj_tac.host.types import IS_V2
 
+# How many frames of Python's stack tracing takes for a level of nesting (ten were seen).
+FRAMES_A_LEVEL = 15
+
 
 def take_state(node: Any, frames: Tensor) -> Tensor:
     """The neuron's voltage for frames [T, ...], made or re-made by the host's own rules."""
@@ -207,7 +210,7 @@ def _stack_for(model: nn.Module) -> Iterator[None]:
     """Room on Python's stack for a deeply nested net: tracing makes some ten calls where the net itself makes three."""
     depth = min(2000, max(name.count(".") for name, _ in model.named_modules()))
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(before + 15 * depth)
+    sys.setrecursionlimit(before + FRAMES_A_LEVEL * depth)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -37,7 +38,7 @@ class Ordering:
         self.samples = self.constant = self.ordered = 0
         self.mean = self.squares = 0.0
         self.shuffled = np.zeros(permutations)
-        self.lags = np.zeros(0)
+        self.lags: Any = 0.0  # after the first samples an array [T - 1]
 
     def copy(self) -> Ordering:
         """The same, which goes on by itself."""
@@ -67,7 +68,7 @@ class Ordering:
         self.constant += int(constant.sum())
         self.shuffled += shuffled.sum(0)
         lags = np.array([np.diagonal(scaled, lag, 1, 2).mean(1).sum() for lag in range(1, steps)])
-        self.lags = lags if not self.samples else self.lags + lags
+        self.lags = self.lags + lags
         for value in ratio:  # Welford
             self.samples += 1
             step = value - self.mean
