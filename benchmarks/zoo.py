@@ -30,7 +30,7 @@ import sj_tac
 from benchmarks import zoo_nets
 from benchmarks.measure import RESULTS
 from benchmarks.nets import wake
-from rewrites.chains import Chain
+from sj_tac.rewrites.chains import Chain
 from sj_tac.runtime.neurons import UnitModule
 from sj_tac.runtime.values import Shared
 from sj_tac.support import machine

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 # What proxies are to these is torch.fx's affair: PyTorch reads a tensor's memory where it is told that something is one.
-NOT_ASKING = sys.stdlib_module_names | {"functorch", "numba", "numpy", "rewrites", "sj_tac", "torch", "torchgen", "triton"}
+NOT_ASKING = sys.stdlib_module_names | {"functorch", "numba", "numpy", "sj_tac", "torch", "torchgen", "triton"}
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rewrites.arguments import copied, signature_of
-from rewrites.failures import first_line
-from rewrites.layouts import Sample, handed
 from sj_tac import host
+from sj_tac.rewrites.arguments import copied, signature_of
+from sj_tac.rewrites.failures import first_line
+from sj_tac.rewrites.layouts import Sample, handed
 from sj_tac.runtime.borders import Axes
 
 # An argument and a dimension of it.

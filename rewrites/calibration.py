@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from rewrites import swap
-from rewrites.corrections import Correction
-from rewrites.pipeline import RECORD
 from sj_tac.errors import CheckpointError
+from sj_tac.rewrites import swap
+from sj_tac.rewrites.corrections import Correction
+from sj_tac.rewrites.pipeline import RECORD
 from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.matched import MATCHED
 from sj_tac.support import archive

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.utils import parametrize
 
-from rewrites.graph import Graph, Node
-from rewrites.kinds import CARRIES_DRIVES, SHAPES, SUMS, Kind
-from rewrites.layouts import Layout
-from rewrites.operations import site_layer
 from sj_tac import host
+from sj_tac.rewrites.graph import Graph, Node
+from sj_tac.rewrites.kinds import CARRIES_DRIVES, SHAPES, SUMS, Kind
+from sj_tac.rewrites.layouts import Layout
+from sj_tac.rewrites.operations import site_layer
 from sj_tac.runtime.swaps import clash
 from sj_tac.verdicts import Reason, Refusal
 

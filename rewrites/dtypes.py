@@ -9,10 +9,10 @@ import torch
 from llvmlite import binding
 from torch import nn
 
-from rewrites.chains import Chain
 from sj_tac import host
 from sj_tac.errors import PolicyError
 from sj_tac.policy import SOURCE, Rule, Settings
+from sj_tac.rewrites.chains import Chain
 from sj_tac.verdicts import Refusal
 
 # What LLVM calls the instructions of processors, x86's and Arm's, that multiply in a dtype.

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from rewrites.answers import NOT_ASKING
-from rewrites.arguments import copied, described
 from sj_tac import host
+from sj_tac.rewrites.answers import NOT_ASKING
+from sj_tac.rewrites.arguments import copied, described
 
 _AS_MODULE = "wrap what it does there in a module of its own, which then becomes one node"
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.arguments import copied
-from rewrites.chains import Chain
-from rewrites.layouts import Sample, handed
 from sj_tac import host
+from sj_tac.rewrites.arguments import copied
+from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.layouts import Sample, handed
 from sj_tac.runtime.borders import Axes
 from sj_tac.verdicts import Reason, Refusal
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from rewrites.arguments import PLAIN, signature_of
 from sj_tac.errors import TraceError
+from sj_tac.rewrites.arguments import PLAIN, signature_of
 
 _STARS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from rewrites.buffers import Buffers, written
+from sj_tac.rewrites.buffers import Buffers, written
 from sj_tac.runtime.entries import SECOND_METHODS, SECOND_NAMES
 
 

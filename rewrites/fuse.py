@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from rewrites.chains import Chain
-from rewrites.graph import Graph, Node
-from rewrites.kinds import CARRIES_SUMS, Kind
-from rewrites.rates import DrivePlace, Layout
 from sj_tac import host
 from sj_tac.errors import BackendError
 from sj_tac.kernels import backends, fire as kernels
 from sj_tac.policy import SOURCE
+from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.graph import Graph, Node
+from sj_tac.rewrites.kinds import CARRIES_SUMS, Kind
+from sj_tac.rewrites.rates import DrivePlace, Layout
 from sj_tac.runtime.swaps import source_class
 from sj_tac.verdicts import Refusal
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from rewrites.buffers import follow_writes
-from rewrites.kinds import CARRIES_EQUALS, Kind
-from rewrites.layouts import Layout, Sample, Shape, layout_of, note_layouts, repeats, sample_of
-from rewrites.operations import asks, kind_of, module_kind, read_by
 from sj_tac import host
+from sj_tac.rewrites.buffers import follow_writes
+from sj_tac.rewrites.kinds import CARRIES_EQUALS, Kind
+from sj_tac.rewrites.layouts import Layout, Sample, Shape, layout_of, note_layouts, repeats, sample_of
+from sj_tac.rewrites.operations import asks, kind_of, module_kind, read_by
 
 
 @dataclass(frozen=True)

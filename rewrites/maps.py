@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from rewrites.buffers import written
-from rewrites.kinds import Kind
-from rewrites.layouts import Layout, Sample, layout_of
+from sj_tac.rewrites.buffers import written
+from sj_tac.rewrites.kinds import Kind
+from sj_tac.rewrites.layouts import Layout, Sample, layout_of
 from sj_tac.runtime.maps import fills, multiplies_within, sums_within_frames
 
 _FLIPS = {torch.flip, "flip"}

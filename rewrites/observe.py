@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.arguments import copied
-from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.host import dispatch
+from sj_tac.rewrites.arguments import copied
+from sj_tac.rewrites.verify import tensors
 from sj_tac.runtime.swaps import is_swapped
 from sj_tac.verdicts import AT_RISK, HELP
 

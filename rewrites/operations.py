@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from rewrites.buffers import is_whole, written
-from rewrites.kinds import Kind
-from rewrites.layouts import Layout, Sample, layout_of
-from rewrites.maps import filled_kind, is_unclear, map_kind
 from sj_tac import host
+from sj_tac.rewrites.buffers import is_whole, written
+from sj_tac.rewrites.kinds import Kind
+from sj_tac.rewrites.layouts import Layout, Sample, layout_of
+from sj_tac.rewrites.maps import filled_kind, is_unclear, map_kind
 from sj_tac.runtime.swaps import clash
 
 # fmt: off

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
-from rewrites import swap, verify as verification
-from rewrites.arguments import as_arguments
-from rewrites.corrections import MATCH, Correction, is_as_made, take_back
-from rewrites.observe import observe
-from rewrites.plan import Plan, all_single, analyse, decide, look, report_on, run_source
-from rewrites.way import check_way
 from sj_tac import host
 from sj_tac.errors import ConversionError, ModelTypeError
 from sj_tac.kernels import backends
 from sj_tac.policy import Policy
+from sj_tac.rewrites import swap, verify as verification
+from sj_tac.rewrites.arguments import as_arguments
+from sj_tac.rewrites.corrections import MATCH, Correction, is_as_made, take_back
+from sj_tac.rewrites.observe import observe
+from sj_tac.rewrites.plan import Plan, all_single, analyse, decide, look, report_on, run_source
+from sj_tac.rewrites.way import check_way
 from sj_tac.runtime.swaps import is_swapped
 from sj_tac.verdicts import AT_RISK, Reason, Report
 

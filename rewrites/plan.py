@@ -11,23 +11,23 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from rewrites import verify as verification
-from rewrites.arguments import as_arguments
-from rewrites.axes import find_axes, why_unknown
-from rewrites.chains import Chain, find_chains
-from rewrites.dtypes import decided
-from rewrites.folds import misread
-from rewrites.fuse import Fusion, fuse
-from rewrites.graph import Graph, read
-from rewrites.layouts import Sample
-from rewrites.promises import broken_promises, own_forwards
-from rewrites.rates import DrivePlace, Layout, lay_out
-from rewrites.trace import trace
-from rewrites.weights import MIXED
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError
 from sj_tac.kernels import backends
 from sj_tac.policy import SOURCE, Policy, Rule, Settings, as_policy, exactly
+from sj_tac.rewrites import verify as verification
+from sj_tac.rewrites.arguments import as_arguments
+from sj_tac.rewrites.axes import find_axes, why_unknown
+from sj_tac.rewrites.chains import Chain, find_chains
+from sj_tac.rewrites.dtypes import decided
+from sj_tac.rewrites.folds import misread
+from sj_tac.rewrites.fuse import Fusion, fuse
+from sj_tac.rewrites.graph import Graph, read
+from sj_tac.rewrites.layouts import Sample
+from sj_tac.rewrites.promises import broken_promises, own_forwards
+from sj_tac.rewrites.rates import DrivePlace, Layout, lay_out
+from sj_tac.rewrites.trace import trace
+from sj_tac.rewrites.weights import MIXED
 from sj_tac.runtime.borders import PLAIN, Axes, Span
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.drives import Drive

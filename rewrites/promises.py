@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.arguments import copied
 from sj_tac import host
 from sj_tac.host import dispatch
+from sj_tac.rewrites.arguments import copied
 from sj_tac.verdicts import Reason, Refusal
 
 UNTRIED = "what it computes can be tried on example_input alone, and none was given"

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from rewrites import weights
-from rewrites.chains import Chain
-from rewrites.graph import Graph, Node, pool_problem
-from rewrites.kinds import CARRIES_SPANS, CARRIES_SUMS, SHAPES, Kind
-from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.policy import Settings
+from sj_tac.rewrites import weights
+from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.graph import Graph, Node, pool_problem
+from sj_tac.rewrites.kinds import CARRIES_SPANS, CARRIES_SUMS, SHAPES, Kind
+from sj_tac.rewrites.operations import site_layer
 from sj_tac.runtime.borders import PLAIN, Span
 from sj_tac.runtime.swaps import is_affine, source_class
 from sj_tac.verdicts import Reason, Refusal

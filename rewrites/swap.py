@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rewrites.chains import Chain
-from rewrites.plan import Plan
 from sj_tac import host
 from sj_tac.errors import ConversionError
 from sj_tac.kernels import reference
 from sj_tac.policy import SOURCE, Settings
+from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.plan import Plan
 from sj_tac.runtime import matched
 from sj_tac.runtime.borders import PLAIN, Borders
 from sj_tac.runtime.conv_swaps import DRIVE_SWAPS

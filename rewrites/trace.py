@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from rewrites.answers import as_tensors
-from rewrites.arguments import as_arguments, by_name, copied, holds_tensor
-from rewrites.buffers import Buffers, written
-from rewrites.failures import first_line, why_not
-from rewrites.forwards import RootForward, concrete, guesses, root_forward
-from rewrites.functions import as_one_value, by_first_names
-from rewrites.operations import site_layer
 from sj_tac import host
 from sj_tac.errors import TraceError
+from sj_tac.rewrites.answers import as_tensors
+from sj_tac.rewrites.arguments import as_arguments, by_name, copied, holds_tensor
+from sj_tac.rewrites.buffers import Buffers, written
+from sj_tac.rewrites.failures import first_line, why_not
+from sj_tac.rewrites.forwards import RootForward, concrete, guesses, root_forward
+from sj_tac.rewrites.functions import as_one_value, by_first_names
+from sj_tac.rewrites.operations import site_layer
 
 
 def _is_known(module: nn.Module) -> bool:

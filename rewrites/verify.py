@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.arguments import copied, described
-from rewrites.layouts import Layout, Sample
 from sj_tac import host
 from sj_tac.errors import ConversionError
 from sj_tac.host import dispatch
 from sj_tac.kernels import backends
+from sj_tac.rewrites.arguments import copied, described
+from sj_tac.rewrites.layouts import Layout, Sample
 from sj_tac.runtime.borders import definition
 
 _CONVS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewrites.verify import ASKS, Run, compare, far, run, tensors
 from sj_tac.errors import ConversionError
 from sj_tac.host import dispatch
+from sj_tac.rewrites.verify import ASKS, Run, compare, far, run, tensors
 from sj_tac.runtime.borders import PLAIN, definition
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Pool

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from rewrites.chains import Chain
-from rewrites.graph import Graph, Node
-from rewrites.kinds import CARRIES_DRIVES, Kind
 from sj_tac.policy import Settings
+from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.graph import Graph, Node
+from sj_tac.rewrites.kinds import CARRIES_DRIVES, Kind
 from sj_tac.verdicts import Refusal
 
 MIXED, DECAY, UNIFORM = "mixed", "decay", "uniform"

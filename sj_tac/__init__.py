@@ -1,8 +1,6 @@
 """sj_tac: temporal-aggregation convolution for pretrained SpikingJelly nets."""
 
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,28 +88,8 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
-def _check_rewrites() -> None:
-    """Raise ImportError where another ``rewrites`` than sj_tac's own package of that name would be imported."""
-    own = Path(__file__).resolve().parents[1] / "rewrites"
-    try:
-        found = find_spec("rewrites")
-    except ValueError:  # a module without a spec, put into sys.modules by hand
-        found = None
-    if found is not None and found.origin is None:
-        # A folder of that name hides the package's entry and not its modules, where the installation is an editable one.
-        found = find_spec("rewrites.chains") or found
-    places = [] if found is None else list(found.submodule_search_locations or [str(found.origin)])
-    if not any(Path(place).resolve() in (own, own / "chains.py") for place in places):
-        where = f"Python finds {places[0]}" if places else "there is none"
-        raise ImportError(
-            f"sj_tac needs its own package 'rewrites' ({own}), and {where} in its place: a file or folder of that name on "
-            "sys.path, another distribution, or a half-done installation; rename or move it, or reinstall sj_tac"
-        )
-
-
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        _check_rewrites()
         found = getattr(import_module(f"sj_tac.{_HOME[name]}"), name)
     elif name == "functional":
         found = import_module("sj_tac.functional")

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from rewrites.corrections import MATCH, RECALIBRATE, STATISTICS, Correction, held, loaded_matched, put, take_back
-from rewrites.pipeline import Record, record_of
 from sj_tac import host
 from sj_tac.errors import BatchNormMovedWarning, ConversionError, MatchedStatisticsWarning
+from sj_tac.rewrites.corrections import MATCH, RECALIBRATE, STATISTICS, Correction, held, loaded_matched, put, take_back
+from sj_tac.rewrites.pipeline import Record, record_of
 from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.swaps import is_swapped
 from sj_tac.tuning.batches import read

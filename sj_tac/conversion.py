@@ -10,13 +10,13 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from rewrites import pipeline, swap
-from rewrites.corrections import take_back
-from rewrites.pipeline import RECORD, deep_copy, plan as plan, policy_of as policy_of, record_of
-from rewrites.plan import Plan
 from sj_tac import batchnorm
 from sj_tac.errors import BatchNormMovedWarning, ConversionError, NewParametersWarning, PolicyError, refuse_unknown
 from sj_tac.policy import Settings, as_policy, name_matches, nearest, with_dtype
+from sj_tac.rewrites import pipeline, swap
+from sj_tac.rewrites.corrections import take_back
+from sj_tac.rewrites.pipeline import RECORD, deep_copy, plan as plan, policy_of as policy_of, record_of
+from sj_tac.rewrites.plan import Plan
 from sj_tac.runtime.swaps import has_trained_logits
 from sj_tac.tuning import matching
 from sj_tac.tuning.batches import as_given

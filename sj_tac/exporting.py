@@ -18,12 +18,12 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from rewrites.arguments import as_arguments, copied
-from rewrites.pipeline import deep_copy, record_of
-from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import ExportError, InputError, StateNotExportedWarning
 from sj_tac.kernels import reference
+from sj_tac.rewrites.arguments import as_arguments, copied
+from sj_tac.rewrites.pipeline import deep_copy, record_of
+from sj_tac.rewrites.verify import tensors
 from sj_tac.runtime.borders import definition
 from sj_tac.runtime.drives import Drive
 from sj_tac.support.files import write_whole

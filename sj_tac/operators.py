@@ -10,17 +10,17 @@ from typing import Any, TypedDict, Unpack, get_type_hints
 
 from torch import Tensor, nn
 
-from rewrites import swap
-from rewrites.chains import find_chains
-from rewrites.fuse import Fusion
-from rewrites.graph import straight
-from rewrites.plan import Plan
-from rewrites.rates import Layout
-from rewrites.weights import MIXED
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
 from sj_tac.kernels import backends, reference
 from sj_tac.policy import Settings
+from sj_tac.rewrites import swap
+from sj_tac.rewrites.chains import find_chains
+from sj_tac.rewrites.fuse import Fusion
+from sj_tac.rewrites.graph import straight
+from sj_tac.rewrites.plan import Plan
+from sj_tac.rewrites.rates import Layout
+from sj_tac.rewrites.weights import MIXED
 from sj_tac.runtime.borders import Borders, Span
 from sj_tac.runtime.convs import check_frames
 from sj_tac.runtime.expressions import SharedExpression

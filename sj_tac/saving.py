@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from rewrites import calibration, swap
-from rewrites.pipeline import RECORD, Record, check_plain, convert_with, deep_copy, policy_of, record_of
 from sj_tac import host
 from sj_tac.errors import CheckpointError, ConversionError, refuse_unknown
 from sj_tac.policy import Policy, nearest
+from sj_tac.rewrites import calibration, swap
+from sj_tac.rewrites.pipeline import RECORD, Record, check_plain, convert_with, deep_copy, policy_of, record_of
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.swaps import is_swapped, users_class
 from sj_tac.support import archive, machine

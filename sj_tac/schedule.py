@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from rewrites import swap
-from rewrites.pipeline import record_of
 from sj_tac import batchnorm
 from sj_tac.conversion import change, set_k
 from sj_tac.errors import BatchNormMovedWarning, PolicyError
 from sj_tac.policy import Settings, name_matches, nearest
+from sj_tac.rewrites import swap
+from sj_tac.rewrites.pipeline import record_of
 
 _CURVE = re.compile(r"(cosine|linear) from (\d+) to (\d+)")
 

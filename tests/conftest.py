@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from rewrites import observe
 from sj_tac.kernels.cpu import threads
+from sj_tac.rewrites import observe
 
 # How long an example takes depends on the machine's other load: no deadline.
 settings.register_profile("quick", deadline=None, max_examples=25)

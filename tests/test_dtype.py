@@ -14,8 +14,8 @@ from support import awake, conv, csnn, frames, node, norm, only_v2, same_state
 from torch import nn
 
 import sj_tac
-from rewrites import dtypes
 from sj_tac.errors import ExportError, PolicyError
+from sj_tac.rewrites import dtypes
 
 HALF = torch.bfloat16
 X = frames(6, 2, 2, 8, 8)

@@ -108,7 +108,9 @@ def test_a_layer_that_forward_calls_in_another_way_is_refused_by_name(kind):
     assert statuses == {"body.0": "refused", "body.3": "converted"}
 
 
-@pytest.mark.parametrize("kind", ["Conv2d", pytest.param("Linear", marks=waits), pytest.param("the host's layer", marks=waits)])
+@pytest.mark.parametrize(
+    "kind", ["Conv2d", pytest.param("Linear", marks=waits), pytest.param("the host's layer", marks=waits)]
+)
 def test_a_converted_layers_class_makes_layers(kind):
     """peft makes a new layer of the adapted layer's class."""
     made = {"Conv2d": nn.Conv2d(2, 6, 1), "Linear": nn.Linear(8, 8), "the host's layer": conv(2, 6, padding=1)}[kind]
@@ -339,7 +341,8 @@ def at_once(nets):
 def test_two_threads_call_a_net_with_other_frames_at_once():
     """T and N belong to a call. Only shapes are compared: SpikingJelly stores one set of voltages per net."""
     fast = sj_tac.convert(Unfolding().eval(), "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
-    assert at_once({4: fast, 8: fast}) == {4: 4, 8: 8}
+    for _ in range(20):
+        assert at_once({4: fast, 8: fast}) == {4: 4, 8: 8}
 
 
 def test_two_threads_call_two_copies_with_other_frames_at_once():

@@ -61,8 +61,8 @@ def test_the_page_of_policies_names_every_key():
 # Each needs a process of its own.
 FIRST = [
     "sj_tac",
-    "rewrites.rates",
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("rewrites.swap", "sj_tac.verdicts")),
+    "sj_tac.rewrites.rates",
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sj_tac.rewrites.swap", "sj_tac.verdicts")),
 ]
 
 
@@ -79,7 +79,7 @@ def test_any_module_can_be_imported_first_and_none_starts_cuda(first):
     assert done.returncode == 0, done.stderr
 
 
-# Rooms of the house from the ground floor up: a file or folder of sj_tac, and rewrites. Each imports what is below it.
+# Rooms of the house from the ground floor up: a file or folder of sj_tac. Each imports what is below it.
 FLOORS = [
     {"errors", "host"},
     {"support", "kernels", "compat"},
@@ -101,9 +101,9 @@ def test_imports_point_downwards():
         if here == "__init__":
             continue  # its names are loaded when they are asked for
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("sj_tac", "rewrites"):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sj_tac":
                 parts = node.module.split(".")
-                there = "rewrites" if parts[0] == "rewrites" else (parts[1] if len(parts) > 1 else node.names[0].name)
+                there = parts[1] if len(parts) > 1 else node.names[0].name
                 assert here == there or floor[there] < floor[here] or {here, there} == {"cli", "__main__"}, (
                     f"{path.name} imports {node.module}"
                 )

@@ -9,9 +9,9 @@ from support import conv, csnn, frames, node, norm, same_state
 from torch import nn
 
 import sj_tac
-from rewrites import verify
 from sj_tac.errors import ConversionError
 from sj_tac.kernels.cpu.launches import Launch
+from sj_tac.rewrites import verify
 from sj_tac.runtime.convs import DriveModule
 from sj_tac.runtime.neurons import TACLIFNode
 

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from rewrites.chains import Chain
-from rewrites.plan import analyse
 from sj_tac import host
 from sj_tac.errors import ConversionError
 from sj_tac.experimental.ftc import BiquadNode
 from sj_tac.experimental.imc import InformationGate
 from sj_tac.experimental.tcc import SilentFrameConv2d
+from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.plan import analyse
 
 Operator = Literal["FTC", "IMC", "TCC"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.axes import time_axis
 from sj_tac.errors import BatchError
+from sj_tac.rewrites.axes import time_axis
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from rewrites.pipeline import check_plain, convert_with, plan, report
 from sj_tac import host
 from sj_tac.errors import PolicyError, interrupted
+from sj_tac.rewrites.pipeline import check_plain, convert_with, plan, report
 from sj_tac.support import machine, memory
 from sj_tac.support.files import beside, write_text
 from sj_tac.support.printing import Shown

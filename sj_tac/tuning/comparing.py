@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.pipeline import RECORD
-from rewrites.verify import tensors
 from sj_tac import host
 from sj_tac.errors import BatchError
 from sj_tac.kernels import reference
+from sj_tac.rewrites.pipeline import RECORD
+from sj_tac.rewrites.verify import tensors
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.fitting import watch_rates
 from sj_tac.tuning.measure import Decode, batch_scores, described, run_batch

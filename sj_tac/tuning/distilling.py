@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.corrections import held, put
 from sj_tac import host
 from sj_tac.errors import BatchError
+from sj_tac.rewrites.corrections import held, put
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.comparing import all_tensors
 from sj_tac.tuning.fitting import Places, shift_and_scale

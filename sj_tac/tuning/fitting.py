@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewrites.chains import Chain
-from rewrites.corrections import STATISTICS, held, put
-from rewrites.plan import Plan
 from sj_tac import host
 from sj_tac.kernels.layout import is_channels_last, laid
+from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.corrections import STATISTICS, held, put
+from sj_tac.rewrites.plan import Plan
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.expressions import SharedExpression
 from sj_tac.runtime.groups import Groups

@@ -12,11 +12,11 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from rewrites.corrections import MATCH, RECALIBRATE, Correction, is_as_made, loaded_matched, take_back
-from rewrites.pipeline import Record, at_k_1, record_of
 from sj_tac import host
 from sj_tac.errors import BatchError, ConversionError, MeasurementInterrupted, PolicyError, interrupted, refuse_unknown
 from sj_tac.policy import nearest
+from sj_tac.rewrites.corrections import MATCH, RECALIBRATE, Correction, is_as_made, loaded_matched, take_back
+from sj_tac.rewrites.pipeline import Record, at_k_1, record_of
 from sj_tac.runtime.drives import Drive
 from sj_tac.runtime.layers import Norm
 from sj_tac.runtime.neurons import UnitModule

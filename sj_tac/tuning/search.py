@@ -10,10 +10,10 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from rewrites.pipeline import check_plain
 from sj_tac.errors import PolicyError, SearchError, SearchInterrupted, WriteError
 from sj_tac.kernels import backends
 from sj_tac.policy import Policy
+from sj_tac.rewrites.pipeline import check_plain
 from sj_tac.support import machine
 from sj_tac.support.files import beside, check_place
 from sj_tac.tuning import plots

@@ -12,8 +12,8 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from rewrites.pipeline import Source, check_plain, report
 from sj_tac.errors import PolicyError, interrupted
+from sj_tac.rewrites.pipeline import Source, check_plain, report
 from sj_tac.support import machine
 from sj_tac.support.files import beside, write_text
 from sj_tac.support.printing import Shown

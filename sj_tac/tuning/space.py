@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from rewrites.pipeline import convert_with, report
 from sj_tac.errors import PolicyError
 from sj_tac.policy import Policy, Rule, Settings, nearest
+from sj_tac.rewrites.pipeline import convert_with, report
 
 MODES = ("preserve", "collapse")
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewrites.pipeline import Source, deep_copy, record_of, report
 from sj_tac import host
 from sj_tac.errors import BatchError, PolicyError, SearchError
+from sj_tac.rewrites.pipeline import Source, deep_copy, record_of, report
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial
 from sj_tac.tuning.goal import Goal

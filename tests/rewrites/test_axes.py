@@ -7,7 +7,7 @@ from spikingjelly.activation_based import functional, neuron
 from torch import nn
 
 import sj_tac
-from rewrites.axes import time_axis
+from sj_tac.rewrites.axes import time_axis
 
 T, N, C = 5, 2, 4
 

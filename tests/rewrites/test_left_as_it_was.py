@@ -14,8 +14,8 @@ from support import conv, frames, node, norm
 from torch import nn
 
 import sj_tac
-from rewrites import swap
 from sj_tac.errors import ConversionError, SjTacError
+from sj_tac.rewrites import swap
 
 X = frames(5, 2, 2, 6, 6)
 

@@ -10,7 +10,7 @@ from support import conv, frames, node, norm
 from torch import nn
 
 import sj_tac
-from rewrites import observe
+from sj_tac.rewrites import observe
 
 
 @pytest.mark.parametrize(

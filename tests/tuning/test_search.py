@@ -14,8 +14,8 @@ from support import csnn, frames, no_collapse, same_state, time_by_k
 from torch import nn
 
 import sj_tac
-from rewrites.pipeline import convert_with
 from sj_tac.errors import BatchError, ConversionError, PolicyError, SearchError
+from sj_tac.rewrites.pipeline import convert_with
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial, frontier
 from sj_tac.tuning.measure import scores
