@@ -116,6 +116,10 @@ class OperationCountWarning(UserWarning):
     """A tool counts the operations of a net in which frames share convolutions, and does not know of it."""
 
 
+class CaptureWarning(UserWarning):
+    """A net, or a graph of it, runs as it is defined: it could not be captured, or an equation failed."""
+
+
 class StaleValueError(SjTacError, RuntimeError):
     """Frames that a converted layer had not made yet can no longer be made, because what they depend on was changed."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ class Sharing:
 
     Attributes:
         k: frames per convolution; 1 is the source's layer.
+        layer: the convolution's qualified name.
         neuron: the neuron that the convolution drives, whose decay weighs the frames.
         weights: "decay": ``w_j = beta^(k-1-j) / S_k``; "uniform": ``1 / k``; "learned": the softmax of ``tac_logits`` [k].
         normalize: weights sum to 1. False is the paper's form, without ``/ S_k``.
@@ -30,6 +31,15 @@ class Sharing:
     neuron: nn.Module
     weights: Literal["decay", "uniform", "learned"] = "decay"
     normalize: bool = True
+    layer: str = ""
+
+    def mark(self, x: Tensor, logits: Tensor | None, steps: int) -> Tensor:
+        """Return x marked as the input of this convolution; k, which may change without a new capture, stays out."""
+        if self.weights == "learned":
+            return ops.mark(x, logits, None, None, steps, self.layer)  # type: ignore[no-any-return]
+        beta = None if self.weights == "uniform" else host.decay(self.neuron, host.wide_dtype(x.dtype))
+        tensor, number = (beta, None) if isinstance(beta, Tensor) else (None, beta)
+        return ops.mark(x, None, tensor, number, steps, self.layer)  # type: ignore[no-any-return]
 
     def operands(self, dtype: torch.dtype, logits: Tensor | None) -> tuple[list[float], Tensor | None, str]:
         """Return the weights for ``ops.aggregate``: numbers, or a tensor if they have a gradient; and their form."""
@@ -57,15 +67,17 @@ class SharedConv(nn.Module):
 
     def forward(self, x: Tensor, *, steps: int | None = None) -> Tensor:
         """Return frames in x's layout, equal within each group of k. ``steps``: T, of folded frames."""
-        k = self.sharing.k
         if _takes_frames(self):
             steps = x.shape[0]
-        if k == 1 or steps is None:
+        logits = getattr(self, LOGITS, None)
+        if steps is not None and ops.is_captured():
+            x, steps = self.sharing.mark(x, logits, steps), None
+        if steps is None or self.sharing.k == 1:
             made: Tensor = super().forward(x)
             return made
-        weights, by, form = self.sharing.operands(x.dtype, getattr(self, LOGITS, None))
+        weights, by, form = self.sharing.operands(x.dtype, logits)
         sums = ops.aggregate(x, weights, by, steps, form)
-        frames: Tensor = ops.expand(super().forward(sums), k, steps)
+        frames: Tensor = ops.expand(super().forward(sums), self.sharing.k, steps)
         return frames
 
 
@@ -146,7 +158,7 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
         conv: Any = modules[name]
         if not isinstance(conv, SharedConv):
             conv.__class__ = SWAPS[type(conv)]
-        conv.sharing = sharing
+        conv.sharing = replace(sharing, layer=name)
     for module in modules.values():
         if type(module) is host.layer.SeqToANNContainer and any(isinstance(m, SharedConv) for m in module):
             module.__class__ = TACContainer

@@ -33,7 +33,13 @@ class OperatorNeuron(nn.Module):
 
 def _voltage(node: Any, x_seq: Tensor) -> Tensor:
     """Return the stored voltage in the dtype of steps: SpikingJelly would round it to a half input's dtype."""
-    v = host.take_state(node, x_seq[:1].to(host.wide_dtype(x_seq.dtype)))
+    v: Tensor = host.take_state(node, x_seq[:1].to(host.wide_dtype(x_seq.dtype)))
+    # Dynamo cannot ask; what stands in front of a captured call does (rewrites/gate.py).
+    return v if torch.compiler.is_compiling() else outside_inference(v)
+
+
+def outside_inference(v: Tensor) -> Tensor:
+    """Return a voltage that autograd may record, in a call outside of inference mode."""
     return v.clone() if v.is_inference() and not torch.is_inference_mode_enabled() else v
 
 

@@ -1,8 +1,9 @@
-"""The three operators of which a converted net is made, in plain PyTorch: any device, any floating dtype, differentiable.
+"""The operators of which a converted net is made, in plain PyTorch: any device, any floating dtype, differentiable.
 
     aggregate   frames [T * n, ...] -> sums [G * n, ...]           one weighted sum for each group of k frames
     expand      values [G * n, ...] -> frames [T * n, ...]         each value for every frame of its group
     neuron      drives [T, ...], voltage -> spikes [T, ...], voltage     the neuron's own T steps
+    mark        frames -> frames                                   in captured graphs alone: here stands a shared convolution
 
 G is T / k, rounded up; the last group may have fewer than k frames. Dimension 0 holds T blocks of n rows, T outermost, so
 frames may be folded ([T * N, C, H, W], n = N) or not ([T, N, C, H, W], n = 1). ``steps`` is T.
@@ -12,6 +13,7 @@ Each operator is one node of a captured graph. Its backward recomputes the plain
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,8 +158,37 @@ aggregate = _operator(
 expand = _operator("expand_frames", "(Tensor y, SymInt k, SymInt steps) -> Tensor", expanded, _room_of_frames)
 neuron = _operator(
     "neuron_steps",
-    "(Tensor x, Tensor? v, Tensor? w, str kind, float tau, bool decay_input, float threshold, float? reset, bool detach, "
-    "int surrogate, float alpha) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor? v, Tensor? w, str kind, Scalar tau, bool decay_input, Scalar threshold, Scalar? reset, bool detach, "
+    "int surrogate, Scalar alpha) -> (Tensor, Tensor)",
     stepped,
     _room_of_spikes,
 )
+
+
+# --- in captured graphs ------------------------------------------------------------------------------------------------
+
+# ``marks`` is True in a thread while it runs a captured net (rewrites/capture.py). Dynamo reads it when it traces.
+CAPTURE = threading.local()
+
+
+def is_captured() -> bool:
+    """Return whether Dynamo traces this call for sj_tac's own backend, which replaces marks."""
+    return torch.compiler.is_dynamo_compiling() and getattr(CAPTURE, "marks", False)
+
+
+def _never_runs(*args: Any) -> Tensor:
+    raise RuntimeError(f"the mark of layer {args[-1]!r} was not replaced: a backend that is not sj_tac's runs its graph")
+
+
+def _no_backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    raise RuntimeError("a mark was not replaced")
+
+
+mark = torch.library.custom_op(
+    "sj_tac::mark",
+    _never_runs,
+    mutates_args=(),
+    schema="(Tensor x, Tensor? logits, Tensor? beta, Scalar? decay, SymInt steps, str layer) -> Tensor",
+)
+mark.register_fake(lambda x, *_: torch.empty_like(x))
+mark.register_autograd(_no_backward)

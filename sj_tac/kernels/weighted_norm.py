@@ -60,6 +60,35 @@ class _WeightedBatchNorm(torch.autograd.Function):
         return through, by_weight if needs[1] else None, by_bias if needs[2] else None, None, None, None, None
 
 
+def shared_batch_norm(
+    y: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    momentum: float, eps: float, k: int, steps: int,
+) -> Tensor:  # fmt: skip
+    """``F.batch_norm(expand(y), training=True)`` without its frames: [G * N, C, ...] -> [G * N, C, ...].
+
+    Statistics are the batch's over T * N frames, each of y's counted as often as the expand repeats it; running statistics
+    move as F.batch_norm moves them. Gradients of first order where groups have different lengths.
+    """
+    lengths = [k] * (steps // k) + ([steps % k] if steps % k else [])
+    if len(set(lengths)) > 1:
+        with torch.no_grad():
+            mean, var = statistics(y.view(len(lengths), -1, *y.shape[1:]), lengths)
+            if running_mean is not None and running_var is not None:
+                count = sum(lengths) * (y.numel() // y.shape[1] // len(lengths))
+                running_mean.data.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.data.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        return _WeightedBatchNorm.apply(y, weight, bias, mean, var, tuple(lengths), eps)  # type: ignore[no-any-return]
+    before = None if running_var is None else running_var.clone()
+    made = torch.nn.functional.batch_norm(y, running_mean, running_var, weight, bias, True, momentum, eps)
+    if before is not None and running_var is not None:
+        # The variance of frames is the batch's own times n / (n - 1), with n k times that of y.
+        n = y.numel() // y.shape[1]
+        more = (n - 1) / n * (k * n) / (k * n - 1)
+        with torch.no_grad():
+            running_var.data.add_((running_var - before * (1 - momentum)) * (more - 1))
+    return made
+
+
 def weighted_batch_norm(norm: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
     """``norm`` (a torch BatchNorm in training mode) on drives [G, N, C, ...] that count ``lengths[g]`` times each.
 

@@ -1,0 +1,178 @@
+"""Dynamo captures a net's forward; the equations rewrite what it captured, once for each vector of settings.
+
+A captured graph does not depend on k: it has marks where shared convolutions stand. ``Capture`` keeps each graph as Dynamo
+gave it and a rewritten copy for each vector of settings, so ``set_k`` costs a rewrite and no new capture.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from sj_tac.definition import ops
+from sj_tac.definition.convs import SharedConv
+from sj_tac.errors import CaptureWarning
+from sj_tac.rewrites import equations
+from sj_tac.rewrites.lower import lower
+
+_NUMBER = itertools.count()
+# torch of today counts recompilations for each of our call functions alone; before, inner frames of all nets shared a limit.
+_OPTIONS: dict[str, Any] = {
+    name: value
+    for name, value in {"recompile_limit": 64, "isolate_recompiles": True}.items()
+    if name in inspect.signature(torch.compile).parameters
+}
+
+
+class Captured:
+    """One graph of Dynamo's, and what was made of it.
+
+    Attributes:
+        gm: as captured, with marks. rewritten: by settings, the graph that runs. problem: why it runs as the definition.
+    """
+
+    def __init__(self, gm: GraphModule, capture: Capture) -> None:
+        self.gm, self.capture = gm, capture
+        self.rewritten: dict[Any, GraphModule] = {}
+        self.problem = ""
+        self._guards = _guards(gm)
+        self._find(capture.settings)
+
+    @property
+    def code(self) -> str:
+        """The Python of the graph that runs under today's settings."""
+        return self._find(self.capture.settings).code
+
+    def __call__(self, *args: Any) -> Any:
+        found = self.rewritten.get(self.capture.key)
+        return (found or self._find(self.capture.settings)).forward(*args)
+
+    def _find(self, settings: Mapping[str, Any]) -> GraphModule:
+        key = self.capture.key
+        if key not in self.rewritten:
+            self.rewritten[key] = self._rewrite(settings)
+        return self.rewritten[key]
+
+    def _rewrite(self, settings: Mapping[str, Any]) -> GraphModule:
+        gm = copied(self.gm)
+        try:
+            equations.run(gm, settings)
+            if self.rewritten and _guards(gm) != self._guards:
+                raise RuntimeError("its shapes would need a guard that this capture does not have")
+            lower(gm)
+        except Exception as error:
+            if os.environ.get("SJ_TAC_STRICT") == "1":
+                raise
+            self.problem = f"{_where(gm)}: {type(error).__name__}: {error}"
+            warnings.warn(
+                f"sj_tac runs a graph of this {type(self.capture.net).__name__} as it is defined, which is right and "
+                f"slower: {self.problem}",
+                CaptureWarning,
+                stacklevel=2,
+            )
+            gm = copied(self.gm)
+            equations.define(gm, settings)
+            lower(gm)
+        self._guards = _guards(gm)
+        return gm
+
+
+def _where(gm: GraphModule) -> str:
+    """Return what a failed equation looked at: the equation, the layer and the user's line."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule) and hasattr(m.graph, "sj_tac_at")]
+    if not graphs:
+        return "before the first equation"
+    node, equation = graphs[-1].sj_tac_at, getattr(graphs[-1], "sj_tac_equation", "")
+    modules = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    line = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return f"equation {equation}, layer {modules[-1] if modules else 'unknown'}, {' '.join(line[-2:]).strip()}"
+
+
+def _guards(gm: GraphModule) -> int:
+    """Return how many facts about sizes hold of the graph."""
+    for node in gm.graph.nodes:
+        fake = getattr(node.meta.get("example_value"), "fake_mode", None)
+        if fake is not None and fake.shape_env is not None:
+            return len(fake.shape_env.guards)
+    return 0
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph module and of those inside it, with the same parameters and fake tensors."""
+    graph, places = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        new = places[node] = graph.node_copy(node, places.__getitem__)
+        new.meta = dict(node.meta)
+    found = GraphModule(gm, graph)
+    for name, inner in gm.named_children():
+        if isinstance(inner, GraphModule):
+            setattr(found, name, copied(inner))
+    return found
+
+
+class Capture:
+    """The captured calls of one net.
+
+    Attributes:
+        net: its forward is captured. graphs: all that was captured, in order. captures: how often Dynamo called.
+        settings: of each shared convolution, by name: (k, weights, normalize). key: the same as one tuple.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.graphs: list[Captured] = []
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self.shared = {m.sharing.layer: m.sharing for m in net.modules() if isinstance(m, SharedConv)}
+        self.look()
+
+    def look(self) -> None:
+        """Read today's settings from the modules."""
+        key = tuple([(s.k, s.weights, s.normalize) for s in self.shared.values()])
+        if key != getattr(self, "key", None):
+            self.settings, self.key = dict(zip(self.shared, key, strict=True)), key
+
+    def forget(self) -> None:
+        """Capture everything again when it is called next."""
+        self._functions.clear()
+        self.graphs.clear()
+        self.shared = {m.sharing.layer: m.sharing for m in self.net.modules() if isinstance(m, SharedConv)}
+        self.look()
+
+    def backend(self, gm: GraphModule, examples: list[Any]) -> Captured:
+        """Dynamo's backend. It is a method: Dynamo tells nets apart by it where their frames share code."""
+        found = Captured(gm, self)
+        self.graphs.append(found)
+        return found
+
+    def run(self, variant: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the net's captured forward. ``variant``: calls that differ in it get code objects of their own."""
+        call = self._functions.get(variant)
+        if call is None:
+            call = self._functions[variant] = torch.compile(_call_function(), backend=self.backend, **_OPTIONS)
+        before = getattr(ops.CAPTURE, "marks", False)
+        ops.CAPTURE.marks = True
+        try:
+            # DistributedDataParallel would have Dynamo split graphs at its buckets, for an overlap that needs Inductor.
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                return call(self.net, *args, **kwargs)
+        finally:
+            ops.CAPTURE.marks = before
+
+
+def _call(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def _call_function() -> Callable[..., Any]:
+    """Return a function with a code object of its own: Dynamo's limits and caches are per code object."""
+    code: CodeType = _call.__code__.replace(co_name=f"sj_tac_call_{next(_NUMBER)}")
+    return FunctionType(code, globals())

@@ -1,0 +1,63 @@
+"""Identities that make a captured graph fast. Each is local, holds for any tensors, and is one function.
+
+    mark(x) in front of a convolution = expand(aggregate(x))                         ``marks``   today's k
+    f(expand(y)) = expand(f(y))                     f treats all frames alike        ``sink``
+    aggregate(expand(y)) = y                        of the same groups               ``sink``
+    neuron(expand(norm(y)) + r) = fire(y, norm, k, r)                                ``fuse``
+    pool(fire(..)) = fire(.., pool)                 nobody else reads the spikes     ``absorb``
+    aggregate(fire(..)) = fire(.., sums)            nobody else reads the spikes     ``absorb``
+
+What matches none of them stays the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from sj_tac.rewrites.equations import absorb, fuse, marks, reshapes, sink, writes
+from sj_tac.rewrites.equations.nodes import outputs_share
+
+Equation = Callable[[Graph], None]
+# In this order: what one writes, the next reads.
+ORDER: tuple[Equation, ...] = (
+    reshapes.merge_equal, sink.sink, reshapes.tidy, reshapes.merge_equal, fuse.fuse, absorb.absorb, reshapes.tidy,
+)  # fmt: skip
+
+
+def run(gm: GraphModule, settings: Mapping[str, Any]) -> None:
+    """Rewrite a captured graph, and the graphs inside its higher-order nodes, in place.
+
+    Args:
+        settings: of each layer that may be marked, by name: (k, weights, normalize), as in ``definition.convs.Sharing``.
+    """
+    for inner in gm.children():
+        if isinstance(inner, GraphModule):
+            run(inner, settings)
+    graph = gm.graph
+    before = outputs_share(graph)
+    marks.replace_marks(graph, settings)
+    if not writes.switches_modes(graph):
+        writes.functionalize(graph)
+        writes.freeze(graph)
+        for equation in ORDER:
+            graph.sj_tac_equation = equation.__name__  # type: ignore[attr-defined]
+            equation(graph)
+            graph.eliminate_dead_code(is_impure_node=writes.is_kept)
+    marks.keep_convolutions_shared(graph)
+    writes.part_outputs(graph, before)
+    graph.lint()
+    gm.recompile()
+
+
+def define(gm: GraphModule, settings: Mapping[str, Any]) -> None:
+    """Replace marks, in place, and rewrite nothing: what a converted net computes eagerly."""
+    for inner in gm.children():
+        if isinstance(inner, GraphModule):
+            define(inner, settings)
+    marks.replace_marks(gm.graph, settings)
+    marks.keep_convolutions_shared(gm.graph)
+    gm.graph.lint()
+    gm.recompile()

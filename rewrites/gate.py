@@ -1,0 +1,207 @@
+"""What stands in front of a net's captured call: it sees what Dynamo's guards do not, and picks who runs.
+
+``Gate`` is a converted net's ``_compiled_call_impl``, so ``net(x)`` comes here first. It looks, in this order:
+
+1. torch compiles or exports the caller, or traces it, or a dispatch mode or a transform of torch.func's is active, or an
+   argument is a tensor of a class of its own, or somebody hooks gradients of modules, or all modules: the definition runs.
+2. A hook, a module, or a method of a class is not what it was when the net was captured: the net is captured again.
+3. k or the weights of a layer changed: the graphs that are there are rewritten; nothing is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import attrgetter, itemgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+
+from sj_tac import host
+from sj_tac.definition.neurons import outside_inference
+from sj_tac.errors import CaptureWarning
+from sj_tac.host import dispatch
+from sj_tac.rewrites.capture import Capture
+
+_CHILDREN, _FORWARD_HOOKS, _PRE_HOOKS = map(attrgetter, ("_modules", "_forward_hooks", "_forward_pre_hooks"))
+_BACKWARD_HOOKS = attrgetter("_backward_hooks"), attrgetter("_backward_pre_hooks")
+_GLOBAL_HOOKS = [
+    getattr(every_module, name)
+    for name in (
+        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+    )
+]  # fmt: skip
+
+
+_CALLS = "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__", "forward"
+# Dynamo puts its own in the place of these when it first sees a class.
+_DYNAMOS = "__init__", "__setstate__"
+
+
+class Gate:
+    """A net's call.
+
+    Attributes:
+        capture: its captured graphs. reason: why the last call ran the definition; empty if it did not.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.capture, self.reason = net, Capture(net), ""
+        self._told: set[str] = set()
+        self._was_inference = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note what captured calls rest on."""
+        self._modules = list(self.net.modules())
+        classes = dict.fromkeys(chain.from_iterable(type(m).__mro__ for m in self._modules))
+        self._methods = [
+            (kind.__dict__, itemgetter("__module__", *_methods(kind))) for kind in classes if kind is not object
+        ]
+        self._nodes = [m for m in self._modules if hasattr(m, "v_threshold")]
+        self._seen = self._now()
+
+    def _now(self) -> tuple[list[Any], list[Any], list[Any], list[int]]:
+        """Return hooks and children of all modules, the methods of their classes, and how many names each class has."""
+        modules = self._modules
+        hooks = chain.from_iterable(map(dict.items, chain(map(_FORWARD_HOOKS, modules), map(_PRE_HOOKS, modules))))
+        children = chain.from_iterable(map(dict.values, map(_CHILDREN, modules)))
+        methods, sizes = [], []
+        for names, get in self._methods:
+            methods.append(get(names))
+            sizes.append(len(names))
+        return list(hooks), list(children), methods, sizes
+
+    def _is_as_captured(self) -> bool:
+        """Return whether the captured calls still hold."""
+        try:
+            now = self._now()
+            if now == self._seen:  # by identity first, as lists compare
+                return True
+            seen, watched = self._seen, self._methods
+            self._watch()
+            # Dynamo itself adds names to classes when it first sees them; a method among them would be new.
+            return now[:3] == seen[:3] and [len(get(n)) for n, get in watched] == [len(get(n)) for n, get in self._methods]
+        except Exception:  # a method is gone, or values that cannot be compared stand in its place
+            self._watch()
+            return False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.reason = self._blocked(args, kwargs)
+        if self.reason:
+            self._tell(self.reason)
+            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if not self._is_as_captured():
+            self.capture.forget()
+        self.capture.look()
+        inference = torch.is_inference_mode_enabled()
+        if self._was_inference and not inference:
+            self._leave_inference()
+        self._was_inference = inference
+        at_rest = not self._nodes or host.is_at_rest(self._nodes[0])
+        variant = torch.is_grad_enabled(), inference, self.net.training, at_rest
+        return self.capture.run(variant, args, kwargs)
+
+    def _blocked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return why this call runs the definition; an empty string if it need not."""
+        if dispatch.is_transformed() or torch._C._len_torch_function_stack():
+            return "torch traces or transforms the call, or a mode of torch's watches it"
+        if any(_GLOBAL_HOOKS):
+            return "a hook is registered for all modules of the process"
+        for hooks in _BACKWARD_HOOKS:
+            if any(map(hooks, self._modules)):
+                return "a hook on gradients is registered on one of its modules"
+        if not all(type(x) in dispatch.PLAIN for x in _tensors((args, kwargs))):
+            return "an argument is a tensor of a class of its own"
+        return ""
+
+    def _leave_inference(self) -> None:
+        """Replace voltages that were stored in inference mode, which autograd cannot record."""
+        for node in self._nodes:
+            if isinstance(node.v, Tensor):
+                node.v = outside_inference(node.v)
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(
+                f"this {type(self.net).__name__} runs as it is defined, which is right and slower: {reason}",
+                CaptureWarning,
+                stacklevel=3,
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """A copy of a net has no captured calls; its first call makes them (``Attach``)."""
+
+
+def _methods(kind: type) -> list[str]:
+    """Return the names of a class's own functions and properties that a call may run."""
+    if kind is nn.Module:
+        return [name for name in _CALLS if name in kind.__dict__]
+    kinds = FunctionType, staticmethod, classmethod, property
+    return [name for name, value in kind.__dict__.items() if isinstance(value, kinds) and name not in _DYNAMOS]
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict):
+        yield from chain.from_iterable(map(_tensors, x.values()))
+    elif isinstance(x, (tuple, list)):
+        yield from chain.from_iterable(map(_tensors, x))
+
+
+class Attach:
+    """Forward pre-hook of a converted net: copies and unpickled nets, which have lost their gate, get one of their own."""
+
+    def __call__(self, net: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and net._compiled_call_impl is None:
+            attach(net)
+
+
+def attach(net: nn.Module) -> Gate:
+    """Let a net's calls go through a gate, and return it."""
+    gate = Gate(net)
+    # Not by attribute: nn.Module would look for a parameter of that name first.
+    net.__dict__["_compiled_call_impl"] = gate
+    return gate
+
+
+def detach(net: nn.Module) -> None:
+    """Let a net's calls run its own forward again."""
+    net.__dict__["_compiled_call_impl"] = None
+    for number, hook in list(net._forward_pre_hooks.items()):
+        if isinstance(hook, Attach):
+            del net._forward_pre_hooks[number]
+
+
+def gate_of(net: nn.Module) -> Gate | None:
+    """Return the gate of a net; None if it has none."""
+    found: Callable[..., Any] | None = net.__dict__.get("_compiled_call_impl")
+    return found if isinstance(found, Gate) else None
+
+
+@contextlib.contextmanager
+def eagerly(net: nn.Module) -> Iterator[None]:
+    """Run the definition inside: for comparisons."""
+    gate = net.__dict__.get("_compiled_call_impl")
+    net.__dict__["_compiled_call_impl"] = None
+    hooks, net._forward_pre_hooks = (
+        net._forward_pre_hooks,
+        type(net._forward_pre_hooks)((n, h) for n, h in net._forward_pre_hooks.items() if not isinstance(h, Attach)),
+    )
+    try:
+        yield
+    finally:
+        net.__dict__["_compiled_call_impl"], net._forward_pre_hooks = gate, hooks

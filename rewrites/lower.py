@@ -1,0 +1,178 @@
+"""From equations to kernels: each ``fire`` and each aggregate becomes a call whose constants are already there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint
+
+from sj_tac import host
+from sj_tac.definition import ops
+from sj_tac.host import dispatch
+from sj_tac.host.neurons import ChargeMode
+from sj_tac.kernels import aggregate_op, fire_op
+from sj_tac.kernels.weights import group_lengths
+from sj_tac.rewrites.equations.fuse import fire
+from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, replace
+from sj_tac.rewrites.equations.writes import CHECKPOINT
+
+
+@lru_cache(maxsize=1024)
+def _lengths(steps: int, k: int) -> list[int]:
+    return group_lengths(steps, k)
+
+
+@lru_cache(maxsize=1024)
+def _constant(weights: tuple[float, ...], steps: int, form: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _by_step(torch.tensor(weights, dtype=dtype, device=device), steps, form)
+
+
+def _by_step(by: Tensor, steps: int, form: str) -> Tensor:
+    """Return one weight for each of T steps."""
+    k = by.shape[0]
+    whole = [ops.group_weights(by, k, form)] * (steps // k)
+    return torch.cat([*whole, ops.group_weights(by, steps % k, form)] if steps % k else whole)
+
+
+def _weights(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: int, form: str) -> Tensor:
+    wide = host.wide_dtype(x.dtype)
+    return _constant(weights, steps, form, wide, x.device) if by is None else _by_step(by.to(wide), steps, form)
+
+
+def aggregate(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: int, form: str) -> Tensor:
+    """``ops.aggregate`` by sj_tac's kernel, where there is one for x."""
+    if x.dtype not in {"cpu": aggregate_op.ON_CPU, "cuda": aggregate_op.ON_CUDA}.get(x.device.type, ()) or not x.numel():
+        return ops.aggregate(x, list(weights), by, steps, form)  # type: ignore[no-any-return]
+    frames = x if x.shape[0] == steps else x.unflatten(0, (steps, -1))
+    flat = _weights(x, weights, by, steps, form)
+    k = len(weights) if by is None else by.shape[0]
+    straight = x.device.type == "cpu" and not dispatch.differentiates(x, by)
+    out = (aggregate_op.aggregate_now if straight else aggregate_op.aggregate)(frames, flat, k)
+    return out if frames is x else out.flatten(0, 1)
+
+
+def _charge(kind: str, tau: float, decay_input: bool) -> tuple[int, float]:
+    """Return the kernels' charge mode and its tau; a division by a power of two is a multiplication."""
+    if kind == "if":
+        return ChargeMode.IF, 1.0
+    if kind == "plif":
+        return (ChargeMode.PLIF_DECAY if decay_input else ChargeMode.PLIF), 1.0
+    if math.frexp(tau)[0] == 0.5:
+        return (ChargeMode.PLIF_DECAY if decay_input else ChargeMode.PLIF), 1 / tau
+    return (ChargeMode.LIF_DECAY if decay_input else ChargeMode.LIF), tau
+
+
+def _constants(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a neuron's numbers as the kernels take them."""
+    kind, tau, decay_input, threshold, reset, detach, surrogate, alpha = numbers
+    mode, divisor = _charge(kind, tau, decay_input)
+    beta, gain = (1 - 1 / tau, 1 / tau if decay_input else 1.0) if kind == "lif" else (1.0, 1.0)
+    return mode, divisor, beta, gain, reset or 0.0, threshold, reset is not None, detach, surrogate, alpha
+
+
+def _affine(known: host.Affine, wide: torch.dtype, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float) -> Any:
+    """Return scale and shift of an eval BatchNorm: its numbers' own, if nobody differentiates, for which nothing runs."""
+    if var.device.type == "cpu" and var.dtype is torch.float32 is wide and not dispatch.differentiates(weight, bias):
+        return known.of(eps, mean, var, weight, bias).by
+    scale = torch.rsqrt(var.to(wide) + eps)
+    if weight is not None:
+        scale = scale * weight.to(wide)
+    shift = -mean.to(wide) * scale
+    return scale, shift if bias is None else shift + bias.to(wide)
+
+
+def plan(numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return ``fire`` with its constants filled in; numbers that change from call to call are handed to the call."""
+    fixed = None if any(isinstance(n, Node) for n in numbers) else _constants(numbers)
+    kind, *windows = pool or (0, 1, 1, 1, 1, 0, 0)
+    known, maps, decay_input = host.Affine(), places == 3, numbers[2]
+
+    def run(
+        y: Tensor, v: Tensor | None, residual: Tensor | None, norm: tuple[Any, ...] | None, w: Tensor | None,
+        sums: tuple[Any, ...] | None, steps: int, changing: tuple[Any, ...] | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        lengths = _lengths(steps, k)
+        drives = len(lengths)
+        inner = y.shape[y.dim() - places :] if places else y.shape[:0]
+        size = inner if maps else (*inner[:1], *[1] * (not places), math.prod(inner[1:]), 1)
+        y5 = y.reshape(drives, -1, *size)
+        if v is not None and not maps:
+            v = v.reshape(-1, *size)
+        if residual is not None:
+            residual = residual.reshape(steps, -1, *size)
+        scale, shift = (None, None) if norm is None else _affine(known, host.wide_dtype(y.dtype), *norm)
+        linear = q = None
+        if w is not None:
+            q = w.detach().sigmoid().view(())
+            if dispatch.differentiates(y, v, residual, scale, shift, w):
+                rate = w.view(()).sigmoid()
+                pair = torch.stack([1 - rate, rate if decay_input else torch.ones_like(rate)])
+                linear = pair.expand(drives, 2)
+        group, weights = 1, None
+        if sums is not None:
+            group, numbers_of_sums, by = sums
+            weights = _weights(y, numbers_of_sums, by, steps, form)
+        tail = (*(fixed if changing is None else _constants(changing)), kind, windows, group, "")
+        operands = (y5, residual, scale, shift, v, linear, q, weights, lengths, *tail)
+        if torch.is_grad_enabled():
+            out, last = fire_op.Differentiated.apply(*operands)
+        else:
+            out, last = fire_op.FORWARD[y.device.type](*operands)
+        if maps:
+            return out, last
+        # SpikingJelly's detach() is in place, which no view allows: the voltage gets memory of its own.
+        last = last.reshape(-1, *inner)
+        return out.reshape(out.shape[0], -1, *inner), last.clone() if last.requires_grad else last
+
+    return run
+
+
+def checkpointed(body: GraphModule, *operands: Any, context_fn: Any = None, **options: Any) -> Any:
+    """Run the body of a checkpoint under torch's own, which keeps the random state that a dropout in it draws from."""
+    more = {} if context_fn is None else {"context_fn": context_fn}
+    return checkpoint(body, *operands, use_reentrant=False, preserve_rng_state=True, **more)
+
+
+def lower(gm: GraphModule) -> None:
+    """Put kernels in the place of ``fire``, aggregates, expands and checkpoints, in place; the rest stays torch's own."""
+    for inner in gm.children():
+        if isinstance(inner, GraphModule):
+            lower(inner)
+    for node in list(gm.graph.nodes):
+        found = _lowered(node)
+        if found is not None:
+            target, args, kwargs = found
+            with gm.graph.inserting_before(node):
+                new = gm.graph.call_function(target, args, kwargs)
+            new.meta = node.meta
+            replace(node, new)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _lowered(node: Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    if node.target is fire:
+        o: dict[str, Any] = dict(node.kwargs)
+        numbers, sums, form = o["numbers"], None, ""
+        if o["sums"] is not None:
+            k, weights, by, form = o["sums"]
+            sums = (k, weights, by)
+        target = plan(numbers, o["k"], o["places"], o["pool"], form)
+        changing = numbers if any(isinstance(n, Node) for n in numbers) else None
+        names = ("y", "v", "residual", "norm", "w")
+        return target, (*(o[name] for name in names), sums, o["steps"], changing), {}
+    if node.target is AGGREGATE:
+        x, weights, *more = node.args
+        return aggregate, (x, tuple(weights), *more), {}
+    if node.target is EXPAND:
+        return ops.expanded, node.args, {}
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == CHECKPOINT:
+        return checkpointed, node.args, dict(node.kwargs)
+    return None
