@@ -203,7 +203,9 @@ class Concerned:
 
     def naming(self, file: str) -> set[str]:
         """Return the test files whose text has the name of a module, as in ``from sj_tac.tuning.options import ..``."""
-        module = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        module = (
+            file.removesuffix(".py").replace("/", ".").removesuffix(".__init__").replace("rewrites.", "sj_tac.rewrites.")
+        )
         files = self.checkout.joinpath("tests").rglob("test_*.py")
         return {str(f.relative_to(self.checkout)) for f in files if module in f.read_text()}
 
@@ -259,9 +261,8 @@ def main() -> int:
 
     def copy(name: str) -> Path:
         shutil.rmtree(folder / name, ignore_errors=True)
-        return Path(
-            shutil.copytree(ROOT, folder / name, ignore=shutil.ignore_patterns(".git", ".ci", ".hypothesis", "site"))
-        )
+        ignored = shutil.ignore_patterns(".git", ".ci", ".hypothesis", "site")
+        return Path(shutil.copytree(ROOT, folder / name, symlinks=True, ignore=ignored))  # sj_tac/rewrites is a link
 
     if not (folder / "times.xml").exists():
         copy("checkout")

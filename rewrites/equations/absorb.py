@@ -19,6 +19,7 @@ from sj_tac.rewrites.equations.nodes import (
     each,
     emit,
     is_frozen,
+    is_tensor,
     only_reader,
     same,
     shape,
@@ -29,15 +30,15 @@ def absorb(graph: Graph) -> None:
     """pool(fire(..)) = fire(.., pool), and then aggregate(fire(..)) = fire(.., sums), where nobody else reads the spikes."""
     for node, spikes in list(_fires(graph)):
         reader = only_reader(spikes)
-        if reader is not None and not all(isinstance(size, int) for size in shape(reader)[2:]):
+        if not is_tensor(reader) or not all(isinstance(size, int) for size in shape(reader)[2:]):
             continue
-        if reader is not None and reader.target in POOLS and len(shape(spikes)) == 5:
+        if reader.target in POOLS and len(shape(spikes)) == 5:
             found = window(reader)
             if found and shape(reader.args[0])[1:] == shape(spikes)[2:]:
                 node.kwargs = {**node.kwargs, "pool": found}
                 _give(spikes, reader, (*shape(spikes)[:2], *shape(reader)[1:]))
                 reader = only_reader(spikes)
-        if reader is not None and reader.target is AGGREGATE and not is_frozen(node):
+        if is_tensor(reader) and reader.target is AGGREGATE and not is_frozen(node):
             _, weights, by, steps, form = reader.args
             if not same(steps, node.kwargs["steps"]):
                 continue
