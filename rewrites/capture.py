@@ -73,12 +73,7 @@ class Captured:
             if os.environ.get("SJ_TAC_STRICT") == "1":
                 raise
             self.problem = f"{_where(gm)}: {type(error).__name__}: {error}"
-            warnings.warn(
-                f"sj_tac runs a graph of this {type(self.capture.net).__name__} as it is defined, which is right and "
-                f"slower: {self.problem}",
-                CaptureWarning,
-                stacklevel=2,
-            )
+            self.capture.tell(self.problem)
             gm = copied(self.gm)
             equations.define(gm, settings)
             lower(gm)
@@ -93,8 +88,8 @@ def _where(gm: GraphModule) -> str:
         return "before the first equation"
     node, equation = graphs[-1].sj_tac_at, getattr(graphs[-1], "sj_tac_equation", "")
     modules = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    line = (node.meta.get("stack_trace") or "").strip().splitlines()
-    return f"equation {equation}, layer {modules[-1] if modules else 'unknown'}, {' '.join(line[-2:]).strip()}"
+    line = " ".join((node.meta.get("stack_trace") or "").strip().splitlines()[-2:]).strip()
+    return f"equation {equation}, layer {modules[-1] if modules else 'unknown'}, at {node.name}, {line}"
 
 
 def _guards(gm: GraphModule) -> int:
@@ -131,8 +126,19 @@ class Capture:
         self.net = net
         self.graphs: list[Captured] = []
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._told: set[str] = set()
         self.shared = {m.sharing.layer: m.sharing for m in net.modules() if isinstance(m, SharedConv)}
         self.look()
+
+    def tell(self, problem: str) -> None:
+        """Warn of an equation that failed, once for each place."""
+        if problem not in self._told:
+            self._told.add(problem)
+            warnings.warn(
+                f"sj_tac runs a graph of this {type(self.net).__name__} as it is defined, right and slower: {problem}",
+                CaptureWarning,
+                stacklevel=2,
+            )
 
     def look(self) -> None:
         """Read today's settings from the modules."""

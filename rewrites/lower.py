@@ -19,7 +19,7 @@ from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels import aggregate_op, fire_op
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.rewrites.equations.fuse import fire
-from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, replace
+from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, is_frozen, replace
 from sj_tac.rewrites.equations.writes import CHECKPOINT
 
 
@@ -129,15 +129,25 @@ def plan(numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str) ->
             return out, last
         # SpikingJelly's detach() is in place, which no view allows: the voltage gets memory of its own.
         last = last.reshape(-1, *inner)
-        return out.reshape(out.shape[0], -1, *inner), last.clone() if last.requires_grad else last
+        return out.reshape(out.shape[0], -1, *inner), last.clone()
 
     return run
 
 
 def checkpointed(body: GraphModule, *operands: Any, context_fn: Any = None, **options: Any) -> Any:
-    """Run the body of a checkpoint under torch's own, which keeps the random state that a dropout in it draws from."""
+    """Run the body of a checkpoint under torch's own, which keeps the random state that a dropout in it draws from.
+
+    What the body writes into, as a BatchNorm's statistics, is no argument of the checkpoint: it would be saved, and missed.
+    """
+    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+    handed = [x for node, x in zip(inputs, operands, strict=True) if not is_frozen(node)]
+
+    def run(*given: Any) -> Any:
+        rest = iter(given)
+        return body(*(x if is_frozen(node) else next(rest) for node, x in zip(inputs, operands, strict=True)))
+
     more = {} if context_fn is None else {"context_fn": context_fn}
-    return checkpoint(body, *operands, use_reentrant=False, preserve_rng_state=True, **more)
+    return checkpoint(run, *handed, use_reentrant=False, preserve_rng_state=True, **more)
 
 
 def lower(gm: GraphModule) -> None:

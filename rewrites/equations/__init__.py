@@ -45,7 +45,7 @@ def run(gm: GraphModule, settings: Mapping[str, Any]) -> None:
         for equation in ORDER:
             graph.sj_tac_equation = equation.__name__  # type: ignore[attr-defined]
             equation(graph)
-            graph.eliminate_dead_code(is_impure_node=writes.is_kept)
+            writes.sweep(graph)
     marks.keep_convolutions_shared(graph)
     writes.part_outputs(graph, before)
     graph.lint()

@@ -131,9 +131,14 @@ def freeze(graph: Graph) -> None:
 REMOVABLE = {AGGREGATE, EXPAND, NEURON, F.batch_norm, operator.getitem} | RESHAPES | POOLS | ADDS
 
 
-def is_kept(node: Node) -> bool:
-    """Return whether a node must stay although nobody reads it."""
-    return node.target not in REMOVABLE or bool(written(node))
+def sweep(graph: Graph) -> None:
+    """Erase nodes that nobody reads any more.
+
+    ``Graph.eliminate_dead_code`` is not for this: it sweeps graphs inside the graph, too, and takes ``x.add_(1)`` for dead.
+    """
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.target in REMOVABLE and not written(node):
+            graph.erase_node(node)
 
 
 def part_outputs(graph: Graph, before: list[tuple[Any, ...]]) -> None:

@@ -1,0 +1,109 @@
+"""Nets for the graph engine, and one comparison: a captured net beside the same net run as it is defined."""
+
+import copy
+
+import torch
+from spikingjelly.activation_based import functional, layer, neuron, surrogate
+from spikingjelly.activation_based.model import sew_resnet
+from support import awake, conv, frames, node, norm
+from torch import nn
+
+from sj_tac.experimental import graph
+from sj_tac.rewrites.gate import detach
+
+M = {"step_mode": "m"}
+OPTIONS = {"surrogate_function": surrogate.ATan(), "detach_reset": True}
+
+
+def dvs():
+    """The DVS net of the paper, cut to three blocks of eight channels."""
+    modules = []
+    for i in range(3):
+        modules += [conv(2 if i == 0 else 8, 8, padding=1), norm(8), node("lif"), layer.MaxPool2d(2, 2, **M)]
+    return nn.Sequential(*modules, layer.Flatten(**M), layer.Linear(8 * 4, 5, **M)), (6, 2, 2, 16, 16)
+
+
+def sew():
+    """sew_resnet18, cut to one block in each stage."""
+    options = {"num_classes": 5, "cnf": "ADD", "spiking_neuron": neuron.IFNode} | OPTIONS
+    net = sew_resnet.SEWResNet(sew_resnet.BasicBlock, [1, 1, 1, 1], **options)
+    return net, (4, 2, 3, 32, 32)
+
+
+def spikformer():
+    """A spikformer with one block."""
+    model = __import__("spikingjelly.activation_based.model.spikformer", fromlist=["Spikformer"])
+    net = model.Spikformer(
+        T=4, img_size_h=32, img_size_w=32, patch_size=16, num_classes=5, embed_dims=64, num_heads=4, depths=1,
+        spiking_neuron=neuron.LIFNode, **OPTIONS,
+    )  # fmt: skip
+    return net, (4, 2, 3, 32, 32)
+
+
+NETS = {"dvs": dvs, "sew": sew, "spikformer": spikformer}
+
+
+def source(name, dtype=torch.float64):
+    """An awake net in eval mode, and frames for it."""
+    torch.manual_seed(0)
+    net, shape = NETS[name]()
+    functional.set_step_mode(net, "m")
+    x = frames(*shape, dtype=dtype)
+    return awake(net.to(dtype).eval(), x), x
+
+
+def pair(net, x, k=2, convert=graph.convert):
+    """The captured net, and the same net that runs as it is defined."""
+    fast = convert(net, k, example_input=x)
+    slow = copy.deepcopy(fast)
+    detach(slow)
+    awake(slow, x)  # at k: shared drives are smoother
+    for a, b in zip(fast.modules(), slow.modules(), strict=True):
+        if isinstance(a, neuron.BaseNode):
+            a.v_threshold = b.v_threshold
+    return fast, slow
+
+
+def seen(net, x, training=False, seed=0):
+    """All that a call shows: output, voltages, buffers, and in training the gradients of parameters and input."""
+    net.zero_grad(set_to_none=True)
+    net.train(training)
+    torch.manual_seed(seed)
+    given = x.clone().requires_grad_(training)
+    with torch.set_grad_enabled(training):
+        out = net(given)
+    found = {"output": out.detach()}
+    if training:
+        (out * torch.linspace(0.1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+        found |= {name: p.grad for name, p in net.named_parameters() if p.grad is not None} | {"input": given.grad}
+    found |= {f"{n}.v": m.v.detach().clone() for n, m in net.named_modules() if isinstance(m, neuron.BaseNode)}
+    found |= {n: b.clone() for n, b in net.named_buffers()}
+    functional.detach_net(net)
+    return found
+
+
+def agree(fast, slow, x, training=False, calls=1, tolerance=1e-9):
+    """Compare calls that carry the voltages on, on awake nets."""
+    for number in range(calls):
+        a, b = (seen(net, x, training, number) for net in (fast, slow))
+        assert a.keys() == b.keys()
+        largest = max([g.abs().max().item() for n, g in b.items() if n in dict(slow.named_parameters())], default=1.0)
+        for name in a:
+            limit = tolerance * max(1.0, largest)
+            torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=limit, msg=lambda m, name=name: f"{name}: {m}")
+        assert a["output"].abs().max() > 0
+
+
+def code(net):
+    """The Python of all graphs of a net."""
+    return "\n".join(found.code for found in graph.graphs(net))
+
+
+def fused(net, which=-1):
+    """How many neurons of a graph run in kernels, and how many do not."""
+    text = graph.graphs(net)[which].code
+    lines = text.splitlines()
+    return sum("= sj_tac_rewrites_lower_run" in line for line in lines), text.count("neuron_steps")
+
+
+__all__ = ["NETS", "agree", "code", "fused", "pair", "seen", "source"]

@@ -1,0 +1,375 @@
+"""Fourteen ways in which a captured net could be wrong, slow or loud, on three nets."""
+
+import copy
+import gc
+import io
+import pickle
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+from captured import NETS, agree, code, fused, pair, seen, source
+from spikingjelly.activation_based import functional, layer
+from support import awake, conv, frames, node, norm, only_v2
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sj_tac.errors import CaptureWarning
+from sj_tac.experimental import graph
+from sj_tac.rewrites import equations
+from sj_tac.rewrites.gate import gate_of
+
+pytestmark = only_v2
+every_net = pytest.mark.parametrize("name", NETS)
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch):
+    monkeypatch.setenv("SJ_TAC_STRICT", "1")
+
+
+def captures(net):
+    return len(graph.graphs(net))
+
+
+@every_net
+@pytest.mark.parametrize("training", [False, True])
+def test_a_captured_net_is_the_definition(name, training):
+    """Trap 2 too: a BatchNorm in training mode counts its batches in place, and its neuron is fused all the same."""
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    agree(fast, slow, x, training, calls=2)
+    neurons = sum(hasattr(m, "v_threshold") for m in net.modules())
+    assert fused(fast) == (neurons, 0)
+    assert "expand_frames" not in code(fast)
+
+
+class Blocks(nn.Module):
+    """Three blocks; those of ``checkpointed`` keep nothing for the backward, and one has a dropout."""
+
+    def __init__(self, checkpointed=(0, 1, 2), inplace=False):
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.blocks, self.neurons = nn.ModuleList(), nn.ModuleList()
+        for i in range(3):
+            parts = [conv(2 if i == 0 else 6, 6, padding=1), norm(6)]
+            parts += [nn.Dropout(0.3)] if i == 1 else []
+            self.blocks.append(nn.Sequential(*parts))
+            self.neurons.append(node("lif"))
+        self.relu = nn.ReLU(inplace=True) if inplace else None
+
+    def forward(self, x):
+        for i, (block, spiking) in enumerate(zip(self.blocks, self.neurons, strict=True)):
+            x = checkpoint(block, x, use_reentrant=False) if i in self.checkpointed and self.training else block(x)
+            if self.relu is not None:
+                x = self.relu(x)
+            x = spiking(x)
+        return x
+
+
+X = frames(6, 2, 2, 8, 8, dtype=torch.float64)
+
+
+def blocks(**options):
+    torch.manual_seed(0)
+    return awake(Blocks(**options).double().eval(), X)
+
+
+def test_1_a_checkpoint_draws_the_same_dropout_again():
+    fast, slow = pair(blocks(), X)
+    agree(fast, slow, X, training=True, calls=2)
+    assert "checkpointed" in code(fast)
+    kept = {}
+    for name, net in {"checkpointed": fast, "kept": pair(blocks(checkpointed=()), X)[0]}.items():
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: (sizes.append(t.numel()), t)[1], lambda t: t):
+            net.train()
+            functional.reset_net(net)
+            net(X)
+        kept[name] = sum(sizes)
+    assert kept["checkpointed"] < kept["kept"]
+
+
+def test_2_a_relu_in_place_leaves_all_neurons_fused():
+    fast, slow = pair(blocks(checkpointed=(), inplace=True), X, convert=every_convolution)
+    agree(fast, slow, X, training=True, calls=2)
+    assert fused(fast) == (3, 0)
+    assert code(fast).count("aggregate(") == 2 * 1
+
+
+def every_convolution(net, k, example_input):
+    """Convert by name: whether a ReLU may stand in front of a neuron is the planner's to say, not the graph's."""
+    from sj_tac.definition import convs, neurons
+    from sj_tac.rewrites.gate import Attach, attach
+
+    net = copy.deepcopy(net)
+    of = {f"blocks.{i}.0": convs.Sharing(k, net.neurons[i]) for i in range(3)}
+    neurons.swap(net)
+    convs.share(net, of)
+    net.register_forward_pre_hook(Attach())
+    attach(net)
+    return net
+
+
+def test_2_what_writes_into_memory_that_others_read_is_left_where_it_is():
+    class Writes(Blocks):
+        def forward(self, x):
+            x = self.blocks[0](x)
+            held = x.flatten(1)
+            x = self.neurons[0](x)
+            held.mul_(2)  # behind the neuron, into what it read
+            y = self.neurons[1](self.blocks[1](x) + held.view_as(x))
+            held[1:] += y.flatten(1)[1:]
+            return self.neurons[2](self.blocks[2](y)) + held.view_as(x)
+
+    torch.manual_seed(0)
+    fast, slow = pair(awake(Writes().double().eval(), X), X, convert=every_convolution)
+    agree(fast, slow, X, calls=2)  # backward: torch refuses writes into what autograd has saved
+    assert fused(fast)[0] >= 1
+
+
+@every_net
+def test_3_schedules_of_numbers_take_two_captures(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    nodes = [[m for m in each.modules() if hasattr(m, "v_threshold")] for each in (fast, slow)]
+    before = [m.v_threshold for m in nodes[0]]
+    for step in range(12):
+        for of in nodes:
+            for m, threshold in zip(of, before, strict=True):
+                m.v_threshold = threshold * (1 - 0.01 * step)
+                if hasattr(m, "tau"):
+                    m.tau = 2 + 0.1 * step
+                m.surrogate_function.alpha = 2 + 0.1 * step
+        for each in (fast, slow):
+            functional.reset_net(each)
+        agree(fast, slow, x, training=step % 4 == 3)
+    assert captures(fast) <= 4  # two in eval mode, two in training
+    assert fused(fast)[1] == 0
+
+
+@every_net
+def test_4_another_k_captures_nothing(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    agree(fast, slow, x)
+    number = captures(fast)
+    for k in (4, 1, 2, 3):
+        for each in (fast, slow):
+            graph.set_k(each, k)
+            functional.reset_net(each)
+        start = time.process_time()
+        agree(fast, slow, x)
+        assert time.process_time() - start < 20
+    assert captures(fast) == number
+
+
+class Breaks(nn.Module):
+    """A forward that Dynamo cuts in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(conv(i, 6, padding=1), norm(6), node("lif")) for i in (2, 6))
+
+    def forward(self, x):
+        x = self.a(x)
+        if x.sum().item() < 0:
+            x = x * 0
+        return self.b(x)
+
+
+def test_5_nets_of_one_class_with_a_graph_break_have_graphs_of_their_own():
+    torch.manual_seed(0)
+    nets = [pair(awake(Breaks().double().eval(), X), X, k=k) for k in [1, 2, 3] * 7]
+    for fast, slow in nets:
+        agree(fast, slow, X)
+        assert captures(fast) == 2, "two pieces"
+    torch._dynamo.reset()  # a user's own
+    for fast, slow in nets[:3]:
+        agree(fast, slow, X)
+
+
+@pytest.mark.parametrize("how", ["set_stance", "disable", "error_on_recompile"])
+def test_5_what_a_user_asks_of_dynamo(how):
+    fast, slow = pair(blocks(checkpointed=()), X)
+    if how == "set_stance":
+        with torch.compiler.set_stance("force_eager"):
+            agree(fast, slow, X)
+    elif how == "disable":
+        with torch._dynamo.config.patch(disable=True):
+            agree(fast, slow, X)
+    else:
+        agree(fast, slow, X)
+        for each in (fast, slow):
+            functional.reset_net(each)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            agree(fast, slow, X)
+
+
+@pytest.mark.parametrize("way", ["net.compile()", "torch.compile(net)", "a function", "fullgraph", "export"])
+def test_7_the_users_own_compile_on_top_is_right(way):
+    fast, slow = pair(blocks(checkpointed=()), X)
+    calls = {
+        "net.compile()": lambda: (fast.compile(backend="eager"), fast)[1],
+        "torch.compile(net)": lambda: torch.compile(fast, backend="eager"),
+        "a function": lambda: torch.compile(lambda x: fast(x), backend="eager"),
+        "fullgraph": lambda: torch.compile(lambda x: fast(x), backend="eager", fullgraph=True),
+        "export": lambda: torch.export.export(fast, (X,)).module(),
+    }
+    with torch.no_grad():
+        wanted = slow(X)
+        assert wanted.mean() > 0.02
+        assert torch.equal(calls[way]()(X), wanted)
+
+
+def test_8_an_error_in_an_equation_is_a_warning_and_the_definition(monkeypatch):
+    def broken(graph):
+        for _ in equations.fuse.each(graph):
+            raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(equations, "ORDER", (*equations.ORDER[:4], broken))
+    fast, slow = pair(blocks(checkpointed=()), X)
+    with pytest.raises(Exception, match="a fault of ours"):
+        fast(X)
+    monkeypatch.setenv("SJ_TAC_STRICT", "0")
+    functional.reset_net(fast)
+    torch._dynamo.reset()
+    with pytest.warns(CaptureWarning, match="equation broken, layer .*a fault of ours"):
+        agree(fast, slow, X)
+    assert graph.graphs(fast)[-1].problem
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(fast, slow, X)
+
+
+def test_9_a_part_of_a_net_runs_as_it_is_defined():
+    fast, slow = pair(blocks(checkpointed=()), X)
+    with torch.no_grad():
+        assert torch.equal(fast.forward(X), slow(X))
+        assert torch.equal(fast.neurons[0](fast.blocks[0](X)), slow.neurons[0](slow.blocks[0](X)))
+    assert captures(fast) == 0
+
+
+@every_net
+def test_10_copies_and_pickles_are_captured_by_their_second_call(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    agree(fast, slow, x)
+    file = io.BytesIO()
+    torch.save(fast, file)
+    file.seek(0)
+    for made in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), torch.load(file, weights_only=False)):
+        for each in (made, slow):
+            functional.reset_net(each)
+        agree(made, slow, x, calls=2)
+        assert captures(made) == 1
+        assert gate_of(made).net is made
+
+
+def test_10_nets_that_are_gone_leave_nothing():
+    gone = []
+    for _ in range(3):
+        fast, _ = pair(blocks(checkpointed=()), X)
+        fast(X)
+        gone.append(weakref.ref(fast))
+        del fast
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+@every_net
+def test_11_other_steps_and_samples_share_two_graphs(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    steps = [6, 5, 7, 8] if name == "dvs" else [4, 4, 4, 4]
+    for T, N in zip(steps, [2, 3, 4, 5], strict=True):
+        given = frames(T, N, *x.shape[2:], dtype=x.dtype)
+        for each in (fast, slow):
+            functional.reset_net(each)
+        agree(fast, slow, given)
+    assert captures(fast) <= 2 + (name == "dvs")
+    assert fused(fast)[1] == 0
+
+
+@every_net
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
+def test_12_half_numbers(name, dtype):
+    net, x = source(name, torch.float32)
+    if dtype == "autocast":
+        fast, slow = pair(net, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            a, b = (seen(each, x, training=True) for each in (fast, slow))
+    else:
+        fast, slow = pair(net.to(dtype), x.to(dtype))
+        a, b = (seen(each, x.to(dtype), training=True) for each in (fast, slow))
+    for name in ("output", "input"):
+        assert a[name].dtype is b[name].dtype
+        error = (a[name].float() - b[name].float()).norm() / b[name].float().norm()
+        assert error < 0.5, (name, error)  # spikes at the threshold flip, and then others behind them
+    assert all(v.dtype is torch.float32 for n, v in a.items() if n.endswith(".v"))
+
+
+@every_net
+def test_12_inference_mode_and_then_training_carries_voltages(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    for each in (fast, slow):
+        with torch.inference_mode():
+            each(x)
+    agree(fast, slow, x, training=True)
+
+
+def test_12_an_exception_in_mid_call_leaves_the_net_usable():
+    fast, slow = pair(blocks(checkpointed=()), X)
+    agree(fast, slow, X)
+    with pytest.raises(Exception, match=r"channels|shape|size|expected"):
+        fast(X[:, :, :1])
+    for each in (fast, slow):
+        functional.reset_net(each)
+    agree(fast, slow, X)
+
+
+def test_14_a_graph_shows_its_code_and_names_layers():
+    fast, _ = pair(blocks(checkpointed=()), X)
+    fast(X)
+    text = graph.graphs(fast)[0].code
+    assert "conv2d" in text
+    assert "blocks_modules_0_modules_0_parameters_weight" in text
+
+
+def test_hooks_and_patches_that_come_and_go_are_seen(monkeypatch):
+    fast, slow = pair(blocks(checkpointed=()), X)
+    agree(fast, slow, X)
+
+    def both(change):
+        undo = [change(each) for each in (fast, slow)]
+        for each in (fast, slow):
+            functional.reset_net(each)
+        agree(fast, slow, X)
+        return undo
+
+    for kind in ("register_forward_hook", "register_forward_pre_hook"):
+
+        def half(module, args, *output):
+            return output[0] * 0.5 if output else (args[0] * 0.5,)
+
+        for handle in both(lambda each, kind=kind: getattr(each.blocks[1][0], kind)(half)):
+            handle.remove()
+        both(lambda each: None)
+    other = norm(6).double().eval()
+    both(lambda each: setattr(each.blocks[1], "1", copy.deepcopy(other)))
+    monkeypatch.setattr(layer.BatchNorm2d, "forward", lambda self, x: x * 3)
+    both(lambda each: None)
+    monkeypatch.undo()
+    both(lambda each: None)
+    kept = []
+    for each in (fast, slow):
+        each.blocks[0].register_full_backward_hook(lambda m, gi, go: kept.append(go[0].clone()))
+        functional.reset_net(each)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CaptureWarning)
+            seen(each, X, training=True)
+    torch.testing.assert_close(*kept)
