@@ -91,7 +91,8 @@ def functionalize(graph: Graph) -> None:
             continue
         here = memory(of)
         aliases = [n for n in order if n is not node and order[n] < order[node] and memory(n) == here]
-        if any(n.op == "placeholder" or any(order[u] > order[node] for u in n.users) for n in aliases):
+        later = [n for n in aliases if n is not of and any(order[u] > order[node] for u in n.users)]
+        if later or any(n.op == "placeholder" for n in aliases):
             continue
         if functional:
             args = node.args[:1] if node.target is F.relu else node.args[:3]
@@ -103,6 +104,9 @@ def functionalize(graph: Graph) -> None:
             continue
         views = [n for n in order if order[n] > order[node] and is_tensor(n) and memory(n) == here]
         node.replace_all_uses_with(new)
+        # Who reads a by its old name, behind the write, reads what was written.
+        for user in [user for user in of.users if user is not new and order[user] > order[node]]:
+            user.replace_input_with(of, new)
         graph.erase_node(node)
         for view in views:  # which are now views of the new tensor
             recompute(view)
