@@ -33,6 +33,11 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+def is_strict() -> bool:
+    """Return whether errors of this package, or of Dynamo, are raised instead of told: in tests."""
+    return os.environ.get("SJ_TAC_STRICT") == "1"
+
+
 class Captured:
     """One graph of Dynamo's, and what was made of it.
 
@@ -70,7 +75,7 @@ class Captured:
                 raise RuntimeError("its shapes would need a guard that this capture does not have")
             lower(gm)
         except Exception as error:
-            if os.environ.get("SJ_TAC_STRICT") == "1":
+            if is_strict():
                 raise
             self.problem = f"{_where(gm)}: {type(error).__name__}: {error}"
             self.capture.tell(self.problem)
@@ -167,8 +172,9 @@ class Capture:
         before = getattr(ops.CAPTURE, "marks", False)
         ops.CAPTURE.marks = True
         try:
-            # DistributedDataParallel would have Dynamo split graphs at its buckets, for an overlap that needs Inductor.
-            with torch._dynamo.config.patch(optimize_ddp=False):
+            # DistributedDataParallel would have Dynamo split graphs at its buckets, for an overlap that needs Inductor. What
+            # Dynamo cannot trace, or fails on, runs as it is defined: an error is then the user's own, in the user's words.
+            with torch._dynamo.config.patch(optimize_ddp=False, suppress_errors=not is_strict()):
                 return call(self.net, *args, **kwargs)
         finally:
             ops.CAPTURE.marks = before

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as every_module
 
 from sj_tac import host
@@ -111,7 +112,7 @@ class Gate:
 
     def _blocked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why this call runs the definition; an empty string if it need not."""
-        if dispatch.is_transformed() or torch._C._len_torch_function_stack():
+        if dispatch.is_transformed() or torch._C._len_torch_function_stack() or forward_ad._current_level >= 0:
             return "torch traces or transforms the call, or a mode of torch's watches it"
         if any(_GLOBAL_HOOKS):
             return "a hook is registered for all modules of the process"

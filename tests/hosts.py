@@ -18,8 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 MODERN, OLDER, OLDEST = "2.0.0", "0.0.0.0.14", "0.0.0.0.12"
 
 
-def environment(folder: Path, *packages: str) -> Path:
+def environment(folder: Path, *packages: str, alone: bool = True) -> Path:
     """Make a virtual environment that has these packages (``name==version``) of its own and shares all others with this one.
+
+    Args:
+        alone: without what the packages need; False installs that, too.
 
     Returns:
         The path of its Python.
@@ -34,7 +37,8 @@ def environment(folder: Path, *packages: str) -> Path:
     )
     # A line of code, not a path: an editable sj_tac is found by .pth files, which only addsitedir reads.
     Path(own.strip(), "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
-    install = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", *packages]
+    install = [interpreter, "-m", "pip", "install", "--quiet", "--ignore-installed", *packages]
+    install += ["--no-deps"] if alone else []
     free = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     subprocess.run(install, check=True, capture_output=True, env=free)
     return interpreter

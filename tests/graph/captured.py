@@ -106,4 +106,31 @@ def fused(net, which=-1):
     return sum("= sj_tac_rewrites_lower_run" in line for line in lines), text.count("neuron_steps")
 
 
-__all__ = ["NETS", "agree", "code", "fused", "pair", "seen", "source"]
+def wide():
+    """A net of more than 30 MB, which DistributedDataParallel would cut at its buckets."""
+    modules = []
+    for i in range(5):
+        modules += [conv(2 if i == 0 else 480, 480, padding=1, bias=False), norm(480), node("lif", v_threshold=0.3)]
+    return nn.Sequential(*modules)
+
+
+def trained(rank, net, file, found):
+    """Train a net for two steps in one of two processes, and note its graphs and weights."""
+    torch.set_num_threads(1)
+    net = copy.deepcopy(net)  # what is sent shares its memory
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    parallel = nn.parallel.DistributedDataParallel(net.train())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(2):
+        functional.reset_net(net)
+        torch.manual_seed(2 * step + rank)
+        parallel((torch.rand(4, 2, 2, 4, 4) < 0.5).float()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    captured = len(graph.graphs(net))
+    norms = [p.detach().double().norm().item() for p in net.parameters()]
+    found[rank] = captured, fused(net) if captured else (0, 0), norms
+    torch.distributed.destroy_process_group()
+
+
+__all__ = ["NETS", "agree", "code", "fused", "pair", "seen", "source", "trained", "wide"]

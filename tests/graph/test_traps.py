@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from captured import NETS, agree, code, fused, pair, seen, source
+from captured import NETS, agree, code, fused, pair, seen, source, trained, wide
 from spikingjelly.activation_based import functional, layer
 from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
@@ -206,6 +206,26 @@ def test_5_what_a_user_asks_of_dynamo(how):
             functional.reset_net(each)
         with torch._dynamo.config.patch(error_on_recompile=True):
             agree(fast, slow, X)
+
+
+@pytest.mark.exhaustive
+def test_6_two_processes_train_a_net_that_is_sent_to_them_in_one_graph(tmp_path):
+    """Trap 10 too: the net is pickled for processes that are spawned."""
+    torch.manual_seed(0)
+    net = wide().eval()
+    assert sum(p.numel() * p.element_size() for p in net.parameters()) > 30e6
+    results = {}
+    for fuse in (True, False):
+        fast = graph.convert(net, 2, example_input=frames(4, 2, 2, 4, 4), fuse=fuse)
+        found = torch.multiprocessing.get_context("spawn").Manager().dict()
+        torch.multiprocessing.spawn(trained, (fast, str(tmp_path / f"store{fuse}"), found), nprocs=2)
+        results[fuse] = dict(found)
+    for rank in (0, 1):
+        captured, neurons, weights = results[True][rank]
+        assert captured >= 1
+        assert neurons == (5, 0)
+        assert weights == pytest.approx(results[False][rank][2], rel=1e-3)
+    assert results[True][0][2] == results[True][1][2], "both have the same weights"
 
 
 @pytest.mark.parametrize("way", ["net.compile()", "torch.compile(net)", "a function", "fullgraph", "export"])
