@@ -108,7 +108,9 @@ def gate(name: str) -> str:
         found = gate_of(fast)
         assert found is not None
         number = 500
-        checks = timeit.timeit(lambda: (found._blocked((x,), {}), found._is_as_captured(), found.capture.look()), number=number)
+        checks = timeit.timeit(
+            lambda: (found._blocked((x,), {}), found._is_as_captured(), found.capture.look()), number=number
+        )
     return f"{name}: {1e6 * checks / number:.0f} us for {len(list(net.modules()))} modules"
 
 

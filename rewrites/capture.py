@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
@@ -58,6 +59,7 @@ class Captured:
         return self._find(self.capture.settings).code
 
     def __call__(self, *args: Any) -> Any:
+        self.capture.ran += 1
         found = self.rewritten.get(self.capture.key)
         return (found or self._find(self.capture.settings)).forward(*args)
 
@@ -123,8 +125,9 @@ class Capture:
     """The captured calls of one net.
 
     Attributes:
-        net: its forward is captured. graphs: all that was captured, in order. captures: how often Dynamo called.
+        net: its forward is captured. graphs: all that was captured, in order.
         settings: of each shared convolution, by name: (k, weights, normalize). key: the same as one tuple.
+        ran: how many graphs ran. failed: why no call is captured any more; empty if calls are.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -132,6 +135,7 @@ class Capture:
         self.graphs: list[Captured] = []
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._told: set[str] = set()
+        self.ran, self.failed = 0, ""
         self.shared = {m.sharing.layer: m.sharing for m in net.modules() if isinstance(m, SharedConv)}
         self.look()
 
@@ -169,15 +173,30 @@ class Capture:
         call = self._functions.get(variant)
         if call is None:
             call = self._functions[variant] = torch.compile(_call_function(), backend=self.backend, **_OPTIONS)
-        before = getattr(ops.CAPTURE, "marks", False)
+        if self.failed:
+            return _call(self.net, *args, **kwargs)
+        before, ran = getattr(ops.CAPTURE, "marks", False), self.ran
         ops.CAPTURE.marks = True
         try:
             # DistributedDataParallel would have Dynamo split graphs at its buckets, for an overlap that needs Inductor. What
             # Dynamo cannot trace, or fails on, runs as it is defined: an error is then the user's own, in the user's words.
             with torch._dynamo.config.patch(optimize_ddp=False, suppress_errors=not is_strict()):
                 return call(self.net, *args, **kwargs)
+        except Exception as error:
+            if self.ran != ran or not _is_dynamos(error) or is_strict():
+                raise
+            # Nothing ran: what Dynamo wrote for the call failed before it came to a graph.
+            self.failed = f"Dynamo's own code failed on its forward ({type(error).__name__}: {error})"
         finally:
             ops.CAPTURE.marks = before
+        self.tell(self.failed)
+        return _call(self.net, *args, **kwargs)
+
+
+def _is_dynamos(error: BaseException) -> bool:
+    """Return whether an error was raised by Dynamo's code, not by what it runs."""
+    place = traceback.extract_tb(error.__traceback__)[-1].filename
+    return place.startswith(os.path.dirname(torch._dynamo.__file__))
 
 
 def _call(net: nn.Module, *args: Any, **kwargs: Any) -> Any:

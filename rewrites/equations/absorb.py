@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
@@ -80,7 +79,7 @@ def _give(spikes: Node, reader: Node, sizes: tuple[Any, ...]) -> None:
     """Let the spikes, now of these sizes, be what the reader made of them."""
     made = reader.meta["example_value"]
     with made.fake_mode:
-        spikes.meta["example_value"] = torch.empty(sizes, dtype=made.dtype, device=made.device)
+        spikes.meta["example_value"] = made.new_empty(sizes)
     if shape(spikes) == shape(reader):
         reader.replace_all_uses_with(spikes)
     else:  # folded, [T, N, ...] -> [T * N, ...], or flattened

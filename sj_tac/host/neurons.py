@@ -250,7 +250,12 @@ def fused_surrogate(node: Any) -> tuple[int, float] | None:
     """Number and alpha of a neuron's surrogate, where the fused kernels know it."""
     function = node._modules.get("surrogate_function")
     number = _NUMBERS.get(type(function))
-    if number is None or not function.spiking or not isinstance(function.alpha, (int, float)) or "forward" in vars(function):
+    if (
+        number is None
+        or not function.spiking
+        or not isinstance(function.alpha, (int, float))
+        or "forward" in function.__dict__
+    ):
         return None
     return number, float(function.alpha)
 

@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from sj_tac.kernels.reference import constant
 
+# Hooks on what autograd saves, as a checkpoint's; torch 2.6 cannot tell.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 
 def statistics(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance [C] of drives [G, N, C, ...], drive g counted ``lengths[g]`` times."""
@@ -71,7 +74,7 @@ def shared_batch_norm(
     """
     lengths = [k] * (steps // k) + ([steps % k] if steps % k else [])
     # The recomputation of a checkpoint stops in the middle of what saves its last tensor: statistics must move before that.
-    stops = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    stops = _top_hooks is None or _top_hooks(True) is not None
     if len(set(lengths)) > 1 or stops:
         with torch.no_grad():
             mean, var = statistics(y.view(len(lengths), -1, *y.shape[1:]), lengths)

@@ -265,7 +265,8 @@ def test_a_mark_becomes_what_todays_settings_say(k, weights):
         return F.conv2d(ops.mark(x0, x1 if weights == "learned" else None, None, 0.5, T, "a"), x2, padding=1)
 
     gm = graph_of(marked, x, logits, kernel)
-    given = (x, logits, kernel) if weights == "learned" else (x, kernel)
+    of = {"x0": x, "x1": logits, "x2": kernel}
+    given = [of[n.target.removeprefix("L_").removesuffix("_")] for n in gm.graph.nodes if n.op == "placeholder"]
     with pytest.raises(RuntimeError, match="mark of layer 'a' was not replaced"):
         gm(*given)
     marks.replace_marks(gm.graph, {"a": (k, weights, True)})

@@ -352,6 +352,35 @@ def test_12_an_exception_in_mid_call_leaves_the_net_usable():
     agree(fast, slow, X)
 
 
+def test_8_a_forward_that_dynamo_fails_on_runs_as_it_is_defined(monkeypatch):
+    """SpikingJelly's reset_net keeps a dictionary by weak references, for which Dynamo writes code that fails."""
+
+    class Resets(Blocks):
+        def forward(self, x):
+            functional.reset_net(self)
+            return super().forward(x)
+
+    monkeypatch.setenv("SJ_TAC_STRICT", "0")
+    torch.manual_seed(0)
+    fast, slow = pair(awake(Resets(checkpointed=()).double().eval(), X), X)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        agree(fast, slow, X, calls=2)
+    assert sum(w.category is CaptureWarning and "Dynamo's own code failed" in str(w.message) for w in caught) <= 1
+
+
+def test_12_an_error_is_the_users_own(monkeypatch):
+    monkeypatch.setenv("SJ_TAC_STRICT", "0")
+    fast, slow = pair(blocks(checkpointed=()), X)
+    for each in (slow, fast):
+        with pytest.raises(RuntimeError, match="to have 2 channels, but got 1 channels instead") as raised:
+            each(X[:, :, :1])
+        assert type(raised.value) is RuntimeError
+        functional.reset_net(each)
+    agree(fast, slow, X)
+    assert captures(fast) >= 1
+
+
 def test_14_a_graph_shows_its_code_and_names_layers():
     fast, _ = pair(blocks(checkpointed=()), X)
     fast(X)
