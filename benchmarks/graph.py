@@ -2,8 +2,8 @@
 
     python -m benchmarks.graph --threads 1 --nets paper-dvs sew_resnet18 spikformer_ti tiny
 
-Each row is a net, a memory format, a mode and k; columns are milliseconds a call of the source, of convert's net and of the
-graph's, medians of calls that take turns, and the graph's speed over convert's. ``capture`` is the CPU seconds of the first call.
+Each row is a net, a memory format, a mode and k. Columns are milliseconds a call of the source, of convert's net and of the
+graph's, medians of calls that take turns, and the graph's speed over theirs. ``capture``: CPU seconds of the first call.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ def gate(name: str) -> str:
         found = gate_of(fast)
         assert found is not None
         number = 500
-        checks = timeit.timeit(
-            lambda: (found._blocked((x,), {}), found._is_as_captured(), found.capture.look()), number=number
-        )
+        looks = lambda: (found._blocked((x,), {}), found._is_as_captured(), found.capture.look())  # noqa: E731
+        checks = timeit.timeit(looks, number=number)
     return f"{name}: {1e6 * checks / number:.0f} us for {len(list(net.modules()))} modules"
 
 

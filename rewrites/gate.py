@@ -4,13 +4,15 @@
 
 1. torch compiles or exports the caller, or traces it, or a dispatch mode or a transform of torch.func's is active, or an
    argument is a tensor of a class of its own, or somebody hooks gradients of modules, or all modules: the definition runs.
-2. A hook, a module, or a method of a class is not what it was when the net was captured: the net is captured again.
+2. A hook, a module, a method of a class or an environment variable is not what it was when the net was captured: the net is
+   captured again. (Dynamo does not guard a variable that a forward asked for and that was not set.)
 3. k or the weights of a layer changed: the graphs that are there are rewritten; nothing is captured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -39,6 +41,8 @@ _GLOBAL_HOOKS = [
 ]  # fmt: skip
 
 
+# The dictionary behind os.environ: comparing it costs a microsecond, and os.environ itself forty.
+_VARIABLES = os.environ._data  # type: ignore[attr-defined]
 _CALLS = "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__", "forward"
 # Dynamo puts its own in the place of these when it first sees a class.
 _DYNAMOS = "__init__", "__setstate__"
@@ -54,7 +58,7 @@ class Gate:
     def __init__(self, net: nn.Module) -> None:
         self.net, self.capture, self.reason = net, Capture(net), ""
         self._told: set[str] = set()
-        self._was_inference = False
+        self._was_inference, self._variables = False, dict(_VARIABLES)
         self._watch()
 
     def _watch(self) -> None:
@@ -80,6 +84,9 @@ class Gate:
 
     def _is_as_captured(self) -> bool:
         """Return whether the captured calls still hold."""
+        if self._variables != _VARIABLES:
+            self._variables = dict(_VARIABLES)
+            return False
         try:
             now = self._now()
             if now == self._seen:  # by identity first, as lists compare
