@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.exhaustive, only_v2]
 # torchvision, which SpikingJelly imports, fits one torch alone.
 VERSIONS = {"2.6.0": "0.21.0", "2.8.0": "0.23.0", "2.11.0": "0.26.0"}
 # One net captured, hooks and patches in front of the gate, a checkpoint, numbers that change, and every equation.
-PARTS = "(definition and dvs) or (change and hook) or outside or test_1_ or (test_3 and dvs) or (test_10 and dvs) or test_equations"
+PARTS = "(dvs and (definition or test_3 or test_10)) or (change and hook) or outside or test_1_ or test_equations"
 
 
 @pytest.mark.timeout(1500)

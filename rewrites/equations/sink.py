@@ -121,7 +121,8 @@ def _live_norm(node: Node, y: Node, k: int, steps: Any) -> Node | None:
     given = {name: argument(node, place, name) for name, place in names}
     momentum = 0.1 if given["momentum"] is None else given["momentum"]
     eps = 1e-5 if given["eps"] is None else given["eps"]
-    operands = (y, *(given[name] for name, _ in names[:4]), momentum, eps, k, steps)
+    running, affine = (given["running_mean"], given["running_var"]), (given["weight"], given["bias"])
+    operands = (y, running, affine, momentum, eps, k, steps)
     return emit(node, shared_batch_norm, operands, made=lambda: torch.empty_like(node.meta["example_value"][: shape(y)[0]]))
 
 

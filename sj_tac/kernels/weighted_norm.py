@@ -64,14 +64,17 @@ class _WeightedBatchNorm(torch.autograd.Function):
 
 
 def shared_batch_norm(
-    y: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    momentum: float, eps: float, k: int, steps: int,
-) -> Tensor:  # fmt: skip
+    y: Tensor, running: tuple[Any, Any], affine: tuple[Any, Any], momentum: float, eps: float, k: int, steps: int
+) -> Tensor:
     """``F.batch_norm(expand(y), training=True)`` without its frames: [G * N, C, ...] -> [G * N, C, ...].
 
     Statistics are the batch's over T * N frames, each of y's counted as often as the expand repeats it; running statistics
     move as F.batch_norm moves them. Gradients of first order where groups have different lengths.
+
+    Args:
+        running: mean and variance, or None. affine: weight and bias, or None.
     """
+    (running_mean, running_var), (weight, bias) = running, affine
     lengths = [k] * (steps // k) + ([steps % k] if steps % k else [])
     # The recomputation of a checkpoint stops in the middle of what saves its last tensor: statistics must move before that.
     stops = _top_hooks is None or _top_hooks(True) is not None
