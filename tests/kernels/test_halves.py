@@ -53,3 +53,10 @@ def test_what_is_no_number_stays_none():
     found = np.empty(numbers.size, np.int16)
     narrow(numbers, found)
     assert torch.from_numpy(found).view(torch.bfloat16).isnan().all()
+
+
+def test_python_rounds_as_the_compiled_kernels_do():
+    numbers = EDGES.view(torch.float32)[:: 6 * 97 + 1]
+    numbers = numbers[~numbers.isnan()]
+    found = np.array([narrowed(x, np.empty(0, np.int16)) for x in numbers.numpy()])
+    assert (found == bits_of(numbers)).all()
