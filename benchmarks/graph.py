@@ -113,6 +113,41 @@ def gate(name: str) -> str:
     return f"{name}: {1e6 * checks / number:.0f} us for {len(list(net.modules()))} modules"
 
 
+def loop(name: str) -> str:
+    """Return how many captures two epochs of training need, and the CPU seconds of each call that captured."""
+    net, x = make(name, False)
+    fast: Any = graph.convert(net, 2, example_input=x)
+    batch = torch.cat([x] * (4 // min(4, x.shape[1])), 1)[:, :4]
+    seconds: list[float] = []
+
+    def step(given: Tensor, training: bool, carried: bool = False) -> None:
+        fast.train(training)
+        if not carried:
+            functional.reset_net(fast)
+        number, start = len(graph.graphs(fast)), time.process_time()
+        with torch.set_grad_enabled(training):
+            out = fast(given)
+        if len(graph.graphs(fast)) > number:
+            seconds.append(time.process_time() - start)
+        if training:
+            out.float().square().sum().backward()
+        functional.detach_net(fast)
+
+    for _ in range(2):
+        for given in (batch, batch, batch[:, :3]):
+            step(given, True)
+        for given in (batch, batch[:, :3], batch[:, :2]):
+            step(given, False)
+        step(batch[:, :2], False, carried=True)
+    for k in (4, 2):
+        graph.set_k(fast, k)
+        start = time.process_time()
+        step(batch, False)
+        seconds.append(-(time.process_time() - start))
+    captures = ", ".join(f"{s:.1f}" for s in seconds[:-2])
+    return f"{name}: {len(graph.graphs(fast))} captures of {captures} CPU s; set_k(4) and a call {-seconds[-2]:.2f} s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
@@ -130,6 +165,7 @@ def main() -> None:
             for training, k in [*((False, k) for k in given.k), (True, 2)]:
                 print(row(name, last, training, k, given.seconds), flush=True)
     print("\nThe gate:", "; ".join(gate(name) for name in given.nets))
+    print("Two epochs:", "; ".join(loop(name) for name in given.nets))
 
 
 if __name__ == "__main__":

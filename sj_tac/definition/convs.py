@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.definition import ops
+from sj_tac.definition.neurons import OperatorNeuron
 
 LOGITS = "tac_logits"
 
@@ -33,13 +34,17 @@ class Sharing:
     normalize: bool = True
     layer: str = ""
 
-    def mark(self, x: Tensor, logits: Tensor | None, steps: int) -> Tensor:
-        """Return x marked as the input of this convolution; k, which may change without a new capture, stays out."""
-        if self.weights == "learned":
-            return ops.mark(x, logits, None, None, steps, self.layer)  # type: ignore[no-any-return]
-        beta = None if self.weights == "uniform" else host.decay(self.neuron, host.wide_dtype(x.dtype))
-        tensor, number = (beta, None) if isinstance(beta, Tensor) else (None, beta)
-        return ops.mark(x, None, tensor, number, steps, self.layer)  # type: ignore[no-any-return]
+    def decay(self, dtype: torch.dtype) -> float | Tensor:
+        """Return the neuron's decay: a number, or a tensor if it has a gradient."""
+        node, wide = self.neuron, host.wide_dtype(dtype)
+        return node.step_decay(wide) if isinstance(node, OperatorNeuron) else host.decay(node, wide)
+
+    def marked(self, dtype: torch.dtype, logits: Tensor | None) -> tuple[Tensor | None, Tensor | None, float | None]:
+        """Return what ``ops.mark`` must hold, whatever k will be: logits, the decay as a tensor, or as a number."""
+        if self.weights != "decay":
+            return (logits if self.weights == "learned" else None), None, None
+        beta = self.decay(dtype)
+        return (None, beta, None) if isinstance(beta, Tensor) else (None, None, beta)
 
     def operands(self, dtype: torch.dtype, logits: Tensor | None) -> tuple[list[float], Tensor | None, str]:
         """Return the weights for ``ops.aggregate``: numbers, or a tensor if they have a gradient; and their form."""
@@ -50,7 +55,7 @@ class Sharing:
             return [], logits, "logits"
         if self.weights == "uniform":
             return [1.0] * self.k, None, form
-        beta = host.decay(self.neuron, host.wide_dtype(dtype))
+        beta = self.decay(dtype)
         if isinstance(beta, Tensor):
             return [], beta ** torch.arange(self.k - 1, -1, -1, device=beta.device), form
         return [beta ** (self.k - 1 - j) for j in range(self.k)], None, form
@@ -70,8 +75,11 @@ class SharedConv(nn.Module):
         if _takes_frames(self):
             steps = x.shape[0]
         logits = getattr(self, LOGITS, None)
-        if steps is not None and ops.is_captured():
-            x, steps = self.sharing.mark(x, logits, steps), None
+        if steps is not None and torch.compiler.is_dynamo_compiling():
+            marked = self.sharing.marked(x.dtype, logits)
+            # Nothing stands between the question and the mark: a mark that is not captured cannot run.
+            if ops.is_captured():
+                x, steps = ops.mark(x, *marked, steps, self.sharing.layer), None
         if steps is None or self.sharing.k == 1:
             made: Tensor = super().forward(x)
             return made

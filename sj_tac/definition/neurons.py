@@ -17,15 +17,18 @@ class OperatorNeuron(nn.Module):
     The call runs SpikingJelly's own steps instead if the operator does not take the neuron as it is now (``problem``).
     """
 
+    def step_decay(self, dtype: torch.dtype) -> float | Tensor:
+        """Return ``host.decay``. Of a class that is known here, nobody needs to ask the registry."""
+        return host.decay(self, dtype)
+
     def multi_step_forward(self, x_seq: Tensor) -> Tensor:
         """Return the spikes [T, N, ...] of the drives [T, N, ...], and store the last voltage as SpikingJelly does."""
-        if problem(self, x_seq):
+        surrogate = host.fused_surrogate(self)
+        if surrogate is None or problem(self, x_seq):
             spikes: Tensor = super().multi_step_forward(x_seq)  # type: ignore[misc]
             return spikes
         v = None if host.is_at_rest(self) else _voltage(self, x_seq)
         *numbers, threshold, reset, detach, _ = host.numbers_of(self)
-        surrogate = host.fused_surrogate(self)
-        assert surrogate is not None  # problem() has looked
         spikes, last = ops.neuron(x_seq, v, getattr(self, "w", None), *numbers, float(threshold), reset, detach, *surrogate)
         host.put_state(self, last, [])
         return spikes
@@ -44,22 +47,35 @@ def outside_inference(v: Tensor) -> Tensor:
 
 
 def problem(node: Any, x: Tensor) -> str:
-    """Return why ``ops.neuron`` cannot run this call of a neuron; an empty string if it can."""
+    """Return why ``ops.neuron`` cannot run this call of a neuron with a surrogate that it knows; an empty string if it can.
+
+    Dynamo traces this for each neuron of each capture: few branches and no loops over classes.
+    """
     if not x.is_floating_point():
         return f"its drives are {x.dtype}"
-    if host.fused_surrogate(node) is None:
-        return f"ops.neuron does not know the surrogate {type(node.surrogate_function).__name__}"
     if not isinstance(node.v_threshold, (int, float)):
         return "its v_threshold is a tensor"
-    return host.many_numbers(node) or host.neuron_problem(node)
+    for name in ("tau", "w"):
+        value = getattr(node, name, None)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            return f"its {name} is a tensor of {list(value.shape)} numbers"
+    return host.neuron_problem(node)
 
 
 class TACLIFNode(OperatorNeuron, host.neuron.LIFNode):
     """LIFNode of a converted net."""
 
+    def step_decay(self, dtype: torch.dtype) -> float | Tensor:
+        """Return ``1 - 1 / tau``."""
+        return 1.0 - 1.0 / float(self.tau) if isinstance(self.tau, (int, float)) else host.decay(self, dtype)
+
 
 class TACIFNode(OperatorNeuron, host.neuron.IFNode):
     """IFNode of a converted net."""
+
+    def step_decay(self, dtype: torch.dtype) -> float | Tensor:
+        """Return 1."""
+        return 1.0
 
 
 class TACParametricLIFNode(OperatorNeuron, host.neuron.ParametricLIFNode):
