@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -31,8 +31,6 @@ from sj_tac.errors import CaptureWarning
 from sj_tac.host import dispatch
 from sj_tac.rewrites.capture import Capture
 
-_CHILDREN, _FORWARD_HOOKS, _PRE_HOOKS = map(attrgetter, ("_modules", "_forward_hooks", "_forward_pre_hooks"))
-_BACKWARD_HOOKS = attrgetter("_backward_hooks"), attrgetter("_backward_pre_hooks")
 _GLOBAL_HOOKS = [
     getattr(every_module, name)
     for name in (
@@ -63,19 +61,22 @@ class Gate:
 
     def _watch(self) -> None:
         """Note what captured calls rest on."""
-        self._modules = list(self.net.modules())
-        classes = dict.fromkeys(chain.from_iterable(type(m).__mro__ for m in self._modules))
+        modules = list(self.net.modules())
+        # The dictionaries themselves: each call looks into them, and a look-up by nn.Module's name costs more.
+        self._children = [m._modules for m in modules]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._gradient_hooks = [hooks for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks)]
+        classes = dict.fromkeys(chain.from_iterable(type(m).__mro__ for m in modules))
         self._methods = [
             (kind.__dict__, itemgetter("__module__", *_methods(kind))) for kind in classes if kind is not object
         ]
-        self._nodes = [m for m in self._modules if hasattr(m, "v_threshold")]
+        self._nodes = [m for m in modules if hasattr(m, "v_threshold")]
         self._seen = self._now()
 
     def _now(self) -> tuple[list[Any], list[Any], list[Any], list[int]]:
         """Return hooks and children of all modules, the methods of their classes, and how many names each class has."""
-        modules = self._modules
-        hooks = chain.from_iterable(map(dict.items, chain(map(_FORWARD_HOOKS, modules), map(_PRE_HOOKS, modules))))
-        children = chain.from_iterable(map(dict.values, map(_CHILDREN, modules)))
+        hooks = chain.from_iterable(map(dict.items, self._hooks))
+        children = chain.from_iterable(map(dict.values, self._children))
         methods, sizes = [], []
         for names, get in self._methods:
             methods.append(get(names))
@@ -123,9 +124,8 @@ class Gate:
             return "torch traces or transforms the call, or a mode of torch's watches it"
         if any(_GLOBAL_HOOKS):
             return "a hook is registered for all modules of the process"
-        for hooks in _BACKWARD_HOOKS:
-            if any(map(hooks, self._modules)):
-                return "a hook on gradients is registered on one of its modules"
+        if any(self._gradient_hooks):
+            return "a hook on gradients is registered on one of its modules"
         if not all(type(x) in dispatch.PLAIN for x in _tensors((args, kwargs))):
             return "an argument is a tensor of a class of its own"
         return ""

@@ -73,11 +73,11 @@ def sink_below(node: Node) -> bool:
     compact = _compact(node)
     if compact is None:
         return False
-    new = emit(node, EXPAND, (compact, k, steps))
-    made, wanted = new.meta["example_value"], node.meta["example_value"]
-    if made.shape != wanted.shape or made.dtype is not wanted.dtype:
+    made, wanted = compact.meta["example_value"], node.meta["example_value"]
+    if made.shape[1:] != wanted.shape[1:] or made.dtype is not wanted.dtype:
         raise AssertionError(f"{node.format_node()} sank to {tuple(made.shape)} of {made.dtype}")
-    replace(node, new)
+    # The expand has the shape of the node: no need to compute it, which takes long where sizes are symbols.
+    replace(node, emit(node, EXPAND, (compact, k, steps), made=lambda: wanted))
     return True
 
 
