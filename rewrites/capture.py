@@ -12,13 +12,17 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
+import spikingjelly
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 
+import sj_tac
 from sj_tac.definition import ops
 from sj_tac.definition.convs import SharedConv
 from sj_tac.errors import CaptureWarning
@@ -26,6 +30,8 @@ from sj_tac.rewrites import equations
 from sj_tac.rewrites.lower import lower
 
 _NUMBER = itertools.count()
+_QUESTIONS = {"is_compiling", "is_dynamo_compiling"}
+_NOT_THE_USERS = tuple(str(Path(str(module.__file__)).parent) for module in (torch, spikingjelly, sj_tac))
 # torch of today counts recompilations for each of our call functions alone; before, inner frames of all nets shared a limit.
 _OPTIONS: dict[str, Any] = {
     name: value
@@ -164,6 +170,12 @@ class Capture:
 
     def backend(self, gm: GraphModule, examples: list[Any]) -> Captured:
         """Dynamo's backend. It is a method: Dynamo tells nets apart by it where their frames share code."""
+        asking = _asking()
+        if asking is not None:
+            place = f"{asking.co_filename}:{asking.co_firstlineno}"
+            self.failed = f"its code asks whether torch compiles it ({asking.co_name}, {place}), and must be told no"
+            self.tell(self.failed)
+            raise RuntimeError(self.failed)  # Dynamo then runs the frame as it is
         found = Captured(gm, self)
         self.graphs.append(found)
         return found
@@ -191,6 +203,15 @@ class Capture:
             ops.CAPTURE.marks = before
         self.tell(self.failed)
         return _call(self.net, *args, **kwargs)
+
+
+def _asking() -> CodeType | None:
+    """Return code of the user's that Dynamo traced and that asks whether it is compiled; None if there is none."""
+    traced: Callable[[], list[CodeType] | None] = getattr(TracingContext, "get_traced_code", list)  # torch 2.6 has none
+    for code in traced() or ():
+        if _QUESTIONS & set(code.co_names) and not code.co_filename.startswith(_NOT_THE_USERS):
+            return code
+    return None
 
 
 def _is_dynamos(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from spikingjelly.activation_based.model import sew_resnet
 from support import awake, conv, frames, node, norm
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sj_tac.experimental import graph
 from sj_tac.rewrites.gate import detach
@@ -133,4 +134,36 @@ def trained(rank, net, file, found):
     torch.distributed.destroy_process_group()
 
 
-__all__ = ["NETS", "agree", "code", "fused", "pair", "seen", "source", "trained", "wide"]
+def captures(net):
+    return len(graph.graphs(net))
+
+
+class Blocks(nn.Module):
+    """Three blocks; those of ``checkpointed`` keep nothing for the backward, and one has a dropout."""
+
+    def __init__(self, checkpointed=(0, 1, 2), inplace=False):
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.blocks, self.neurons = nn.ModuleList(), nn.ModuleList()
+        for i in range(3):
+            parts = [conv(2 if i == 0 else 6, 6, padding=1), norm(6)]
+            parts += [nn.Dropout(0.3)] if i == 1 else []
+            self.blocks.append(nn.Sequential(*parts))
+            self.neurons.append(node("lif"))
+        self.relu = nn.ReLU(inplace=True) if inplace else None
+
+    def forward(self, x):
+        for i, (block, spiking) in enumerate(zip(self.blocks, self.neurons, strict=True)):
+            x = checkpoint(block, x, use_reentrant=False) if i in self.checkpointed and self.training else block(x)
+            if self.relu is not None:
+                x = self.relu(x)
+            x = spiking(x)
+        return x
+
+
+X = frames(6, 2, 2, 8, 8, dtype=torch.float64)
+
+
+def blocks(**options):
+    torch.manual_seed(0)
+    return awake(Blocks(**options).double().eval(), X)

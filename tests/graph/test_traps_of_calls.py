@@ -1,0 +1,155 @@
+"""Captured nets that are copied, called by others, with other sizes and numbers: traps 9 to 14."""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from captured import NETS, X, agree, blocks, captures, fused, pair, seen, source
+from spikingjelly.activation_based import functional
+from support import frames, only_v2
+
+from sj_tac.experimental import graph
+from sj_tac.rewrites.gate import gate_of
+
+pytestmark = only_v2
+every_net = pytest.mark.parametrize("name", NETS)
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch):
+    monkeypatch.setenv("SJ_TAC_STRICT", "1")
+
+
+def test_9_a_part_of_a_net_runs_as_it_is_defined():
+    fast, slow = pair(blocks(checkpointed=()), X)
+    with torch.no_grad():
+        assert torch.equal(fast.forward(X), slow(X))
+        assert torch.equal(fast.neurons[0](fast.blocks[0](X)), slow.neurons[0](slow.blocks[0](X)))
+    assert captures(fast) == 0
+
+
+@every_net
+def test_10_copies_and_pickles_are_captured_by_their_second_call(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    agree(fast, slow, x)
+    file = io.BytesIO()
+    torch.save(fast, file)
+    file.seek(0)
+    for made in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), torch.load(file, weights_only=False)):
+        for each in (made, slow):
+            functional.reset_net(each)
+        agree(made, slow, x, calls=2)
+        assert captures(made) == 1
+        assert gate_of(made).net is made
+
+
+def test_10_nets_that_are_gone_leave_nothing():
+    gone = []
+    for _ in range(3):
+        fast, _ = pair(blocks(checkpointed=()), X)
+        fast(X)
+        gone.append(weakref.ref(fast))
+        del fast
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+@every_net
+def test_11_other_steps_and_samples_share_two_graphs(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    steps = [6, 5, 7, 8] if name == "dvs" else [4, 4, 4, 4]
+    for T, N in zip(steps, [2, 3, 4, 5], strict=True):
+        given = frames(T, N, *x.shape[2:], dtype=x.dtype)
+        for each in (fast, slow):
+            functional.reset_net(each)
+        agree(fast, slow, given)
+    assert captures(fast) <= 2 + (name == "dvs")
+    assert fused(fast)[1] == 0
+
+
+@every_net
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
+def test_12_half_numbers(name, dtype):
+    net, x = source(name, torch.float32)
+    if dtype == "autocast":
+        fast, slow = pair(net, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            a, b = (seen(each, x, training=True) for each in (fast, slow))
+    else:
+        fast, slow = pair(net.to(dtype), x.to(dtype))
+        a, b = (seen(each, x.to(dtype), training=True) for each in (fast, slow))
+    for name in ("output", "input"):
+        assert a[name].dtype is b[name].dtype
+        error = (a[name].float() - b[name].float()).norm() / b[name].float().norm()
+        assert error < 0.5, (name, error)  # spikes at the threshold flip, and then others behind them
+    assert all(v.dtype is torch.float32 for n, v in a.items() if n.endswith(".v"))
+
+
+@every_net
+def test_12_inference_mode_and_then_training_carries_voltages(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    for each in (fast, slow):
+        with torch.inference_mode():
+            each(x)
+    agree(fast, slow, x, training=True)
+
+
+def test_12_an_exception_in_mid_call_leaves_the_net_usable():
+    fast, slow = pair(blocks(checkpointed=()), X)
+    agree(fast, slow, X)
+    with pytest.raises(Exception, match=r"channels|shape|size|expected"):
+        fast(X[:, :, :1])
+    for each in (fast, slow):
+        functional.reset_net(each)
+    agree(fast, slow, X)
+
+
+def test_11_two_threads_call_a_net_with_other_steps_at_once():
+    """SpikingJelly stores one set of voltages a net: only shapes are compared."""
+    fast, _ = pair(blocks(checkpointed=()), X)
+    found = {}
+
+    def work(steps):
+        for _ in range(5):
+            functional.reset_net(fast)
+            try:
+                with torch.no_grad():
+                    found.setdefault(steps, set()).add(len(fast(frames(steps, 2, 2, 8, 8, dtype=X.dtype))))
+            except Exception as error:
+                found.setdefault(steps, set()).add(repr(error))
+
+    threads = [threading.Thread(target=work, args=(steps,)) for steps in (4, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {4: {4}, 8: {8}}
+
+
+def test_12_an_error_is_the_users_own(monkeypatch):
+    monkeypatch.setenv("SJ_TAC_STRICT", "0")
+    fast, slow = pair(blocks(checkpointed=()), X)
+    for each in (slow, fast):
+        with pytest.raises(RuntimeError, match="to have 2 channels, but got 1 channels instead") as raised:
+            each(X[:, :, :1])
+        assert type(raised.value) is RuntimeError
+        functional.reset_net(each)
+    agree(fast, slow, X)
+    assert captures(fast) >= 1
+
+
+def test_14_a_graph_shows_its_code_and_names_layers():
+    fast, _ = pair(blocks(checkpointed=()), X)
+    fast(X)
+    text = graph.graphs(fast)[0].code
+    assert "conv2d" in text
+    assert "blocks_modules_0_modules_0_parameters_weight" in text
