@@ -165,6 +165,7 @@ class Capture:
         """Capture everything again when it is called next."""
         self._functions.clear()
         self.graphs.clear()
+        self.failed = ""
         self.shared = {m.sharing.layer: m.sharing for m in self.net.modules() if isinstance(m, SharedConv)}
         self.look()
 

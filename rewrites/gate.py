@@ -103,6 +103,10 @@ class Gate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        inference = torch.is_inference_mode_enabled()
+        if self._was_inference and not inference:
+            self._leave_inference()
+        self._was_inference = inference
         self.reason = self._blocked(args, kwargs)
         if self.reason:
             self._tell(self.reason)
@@ -110,10 +114,6 @@ class Gate:
         if not self._is_as_captured():
             self.capture.forget()
         self.capture.look()
-        inference = torch.is_inference_mode_enabled()
-        if self._was_inference and not inference:
-            self._leave_inference()
-        self._was_inference = inference
         at_rest = not self._nodes or host.is_at_rest(self._nodes[0])
         variant = torch.is_grad_enabled(), inference, self.net.training, at_rest
         return self.capture.run(variant, args, kwargs)
