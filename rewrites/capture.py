@@ -146,11 +146,11 @@ class Capture:
         self.look()
 
     def tell(self, problem: str) -> None:
-        """Warn of an equation that failed, once for each place."""
+        """Warn once of each reason why a call, or a graph of it, runs as it is defined."""
         if problem not in self._told:
             self._told.add(problem)
             warnings.warn(
-                f"sj_tac runs a graph of this {type(self.net).__name__} as it is defined, right and slower: {problem}",
+                f"sj_tac runs this {type(self.net).__name__} or a graph of it as it is defined, right and slower: {problem}",
                 CaptureWarning,
                 stacklevel=2,
             )

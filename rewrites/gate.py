@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import itemgetter
@@ -27,7 +25,7 @@ from torch.nn.modules import module as every_module
 
 from sj_tac import host
 from sj_tac.definition.neurons import outside_inference
-from sj_tac.errors import CaptureWarning
+from sj_tac.errors import ConversionError
 from sj_tac.host import dispatch
 from sj_tac.rewrites.capture import Capture
 
@@ -55,7 +53,6 @@ class Gate:
 
     def __init__(self, net: nn.Module) -> None:
         self.net, self.capture, self.reason = net, Capture(net), ""
-        self._told: set[str] = set()
         self._was_inference, self._variables = False, dict(_VARIABLES)
         self._watch()
 
@@ -109,7 +106,7 @@ class Gate:
         self._was_inference = inference
         self.reason = self._blocked(args, kwargs)
         if self.reason:
-            self._tell(self.reason)
+            self.capture.tell(self.reason)
             return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not self._is_as_captured():
             self.capture.forget()
@@ -135,15 +132,6 @@ class Gate:
         for node in self._nodes:
             if isinstance(node.v, Tensor):
                 node.v = outside_inference(node.v)
-
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            warnings.warn(
-                f"this {type(self.net).__name__} runs as it is defined, which is right and slower: {reason}",
-                CaptureWarning,
-                stacklevel=3,
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
@@ -183,12 +171,22 @@ def attach(net: nn.Module) -> Gate:
     gate = Gate(net)
     # Not by attribute: nn.Module would look for a parameter of that name first.
     net.__dict__["_compiled_call_impl"] = gate
+    net.__dict__["_replicate_for_data_parallel"] = refuse_replicas
     return gate
+
+
+def refuse_replicas() -> None:
+    """Raise ConversionError: a replica of nn.DataParallel would call the original net, with the original's weights."""
+    raise ConversionError(
+        "a converted net cannot be replicated by nn.DataParallel, whose replicas share its captured call; use "
+        "nn.parallel.DistributedDataParallel, or convert with fuse=False"
+    )
 
 
 def detach(net: nn.Module) -> None:
     """Let a net's calls run its own forward again."""
     net.__dict__["_compiled_call_impl"] = None
+    net.__dict__.pop("_replicate_for_data_parallel", None)
     for number, hook in list(net._forward_pre_hooks.items()):
         if isinstance(hook, Attach):
             del net._forward_pre_hooks[number]
@@ -198,18 +196,3 @@ def gate_of(net: nn.Module) -> Gate | None:
     """Return the gate of a net; None if it has none."""
     found: Callable[..., Any] | None = net.__dict__.get("_compiled_call_impl")
     return found if isinstance(found, Gate) else None
-
-
-@contextlib.contextmanager
-def eagerly(net: nn.Module) -> Iterator[None]:
-    """Run the definition inside: for comparisons."""
-    gate = net.__dict__.get("_compiled_call_impl")
-    net.__dict__["_compiled_call_impl"] = None
-    hooks, net._forward_pre_hooks = (
-        net._forward_pre_hooks,
-        type(net._forward_pre_hooks)((n, h) for n, h in net._forward_pre_hooks.items() if not isinstance(h, Attach)),
-    )
-    try:
-        yield
-    finally:
-        net.__dict__["_compiled_call_impl"], net._forward_pre_hooks = gate, hooks

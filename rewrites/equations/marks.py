@@ -52,4 +52,4 @@ def keep_convolutions_shared(graph: Graph) -> None:
     """
     for node in list(graph.nodes):
         if node.target is EXPAND and len(node.users) == 1:
-            commute(node, until_convolution=True)
+            commute(node)

@@ -165,7 +165,7 @@ def keeps_first(node: Node) -> bool:
     return dims[0] == 0 if "permute" in getattr(node.target, "__name__", node.target) else 0 not in dims
 
 
-def commute(node: Node, until_convolution: bool) -> None:
+def commute(node: Node) -> None:
     """Move an expand below the reshapes and the one convolution that read it."""
     while node.target is EXPAND and len(node.users) == 1:
         (reader,) = node.users
@@ -175,5 +175,5 @@ def commute(node: Node, until_convolution: bool) -> None:
         node = place.next
         while node.target is not EXPAND:
             node = node.next
-        if last and until_convolution:
+        if last:
             return

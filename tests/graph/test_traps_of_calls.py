@@ -13,6 +13,7 @@ from captured import NETS, X, agree, blocks, captures, fused, pair, seen, source
 from spikingjelly.activation_based import functional
 from support import frames, only_v2
 
+from sj_tac.errors import ConversionError
 from sj_tac.experimental import graph
 from sj_tac.rewrites.gate import gate_of
 
@@ -111,6 +112,14 @@ def test_12_an_exception_in_mid_call_leaves_the_net_usable():
     for each in (fast, slow):
         functional.reset_net(each)
     agree(fast, slow, X)
+
+
+def test_7_replicas_of_a_net_are_refused():
+    fast, slow = pair(blocks(checkpointed=()), X)
+    with pytest.raises(ConversionError, match=r"cannot be replicated by nn.DataParallel.*DistributedDataParallel"):
+        copy.deepcopy(fast)._replicate_for_data_parallel()
+    agree(fast, slow, X)
+    slow._replicate_for_data_parallel()
 
 
 def test_11_two_threads_call_a_net_with_other_steps_at_once():
