@@ -188,20 +188,29 @@ class Capture:
             call = self._functions[variant] = torch.compile(_call_function(), backend=self.backend, **_OPTIONS)
         if self.failed:
             return _call(self.net, *args, **kwargs)
-        before, ran = getattr(ops.CAPTURE, "marks", False), self.ran
-        ops.CAPTURE.marks = True
+        before, ops.CAPTURE.marks = getattr(ops.CAPTURE, "marks", False), True
         try:
             # DistributedDataParallel would have Dynamo split graphs at its buckets, for an overlap that needs Inductor. What
             # Dynamo cannot trace, or fails on, runs as it is defined: an error is then the user's own, in the user's words.
             with torch._dynamo.config.patch(optimize_ddp=False, suppress_errors=not is_strict()):
-                return call(self.net, *args, **kwargs)
-        except Exception as error:
-            if self.ran != ran or not _is_dynamos(error) or is_strict():
-                raise
-            # Nothing ran: what Dynamo wrote for the call failed before it came to a graph.
-            self.failed = f"Dynamo's own code failed on its forward ({type(error).__name__}: {error})"
+                return self._run_or_fail(call, args, kwargs)
         finally:
             ops.CAPTURE.marks = before
+
+    def _run_or_fail(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        problem: Exception | None = None
+        for _ in range(2):  # twice: another thread may have reset the net while Dynamo looked at it
+            ran = self.ran
+            try:
+                return call(self.net, *args, **kwargs)
+            except Exception as error:
+                if self.ran != ran or not _is_dynamos(error):
+                    raise
+                # Nothing ran: what Dynamo wrote for the call failed before it came to a graph.
+                problem = error
+        if is_strict() and problem is not None:
+            raise problem
+        self.failed = f"Dynamo's own code failed on its forward ({type(problem).__name__}: {problem})"
         self.tell(self.failed)
         return _call(self.net, *args, **kwargs)
 

@@ -1,6 +1,7 @@
 """What stands in front of a net's captured call: it sees what Dynamo's guards do not, and picks who runs.
 
-``Gate`` is a converted net's ``_compiled_call_impl``, so ``net(x)`` comes here first. It looks, in this order:
+``Gate`` is a converted net's ``_compiled_call_impl``, so ``net(x)`` comes here first. One thread's call runs at
+a time. The gate looks, in this order:
 
 1. torch compiles or exports the caller, or traces it, or a dispatch mode or a transform of torch.func's is active, or an
    argument is a tensor of a class of its own, or somebody hooks gradients of modules, or all modules: the definition runs.
@@ -12,6 +13,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import itemgetter
@@ -24,8 +27,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as every_module
 
 from sj_tac import host
+from sj_tac.definition import ops
 from sj_tac.definition.neurons import outside_inference
-from sj_tac.errors import ConversionError
+from sj_tac.errors import CaptureWarning, ConversionError
 from sj_tac.host import dispatch
 from sj_tac.rewrites.capture import Capture
 
@@ -54,6 +58,7 @@ class Gate:
     def __init__(self, net: nn.Module) -> None:
         self.net, self.capture, self.reason = net, Capture(net), ""
         self._was_inference, self._variables = False, dict(_VARIABLES)
+        self._lock, self._is_announced = threading.RLock(), False
         self._watch()
 
     def _watch(self) -> None:
@@ -100,6 +105,17 @@ class Gate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        before, ops.CAPTURE.inside = getattr(ops.CAPTURE, "inside", False), True
+        try:
+            # A net has one set of voltages, and Dynamo must not look at it while another thread's call writes it.
+            with self._lock:
+                return self._run(args, kwargs)
+        finally:
+            ops.CAPTURE.inside = before
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_announced:
+            self.announce(self)
         inference = torch.is_inference_mode_enabled()
         if self._was_inference and not inference:
             self._leave_inference()
@@ -114,6 +130,12 @@ class Gate:
         at_rest = not self._nodes or host.is_at_rest(self._nodes[0])
         variant = torch.is_grad_enabled(), inference, self.net.training, at_rest
         return self.capture.run(variant, args, kwargs)
+
+    def announce(self, gate: Gate | None) -> None:
+        """Let the net's convolutions know that its calls are captured, so that they say if somebody goes around them."""
+        self._is_announced = gate is not None
+        for sharing in self.capture.shared.values():
+            sharing.gate = gate
 
     def _blocked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why this call runs the definition; an empty string if it need not."""
@@ -163,7 +185,7 @@ class Attach:
 
     def __call__(self, net: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling() and net._compiled_call_impl is None:
-            attach(net)
+            attach(net).announce(None)  # this call runs as it is defined: none of its parts may say that it does
 
 
 def attach(net: nn.Module) -> Gate:
@@ -171,8 +193,19 @@ def attach(net: nn.Module) -> Gate:
     gate = Gate(net)
     # Not by attribute: nn.Module would look for a parameter of that name first.
     net.__dict__["_compiled_call_impl"] = gate
-    net.__dict__["_replicate_for_data_parallel"] = refuse_replicas
+    net.__dict__ |= _REPLACED
+    gate.announce(gate)
     return gate
+
+
+def keep_capture(*args: Any, **kwargs: Any) -> None:
+    """Warn that a converted net's own ``compile`` method changes nothing."""
+    warnings.warn(
+        "net.compile() changes nothing: sj_tac captures this net's calls itself, and its kernels run them. To compile the "
+        "net as it is defined, call torch.compile(net)",
+        CaptureWarning,
+        stacklevel=2,
+    )
 
 
 def refuse_replicas() -> None:
@@ -183,10 +216,17 @@ def refuse_replicas() -> None:
     )
 
 
+_REPLACED: dict[str, Callable[..., None]] = {"compile": keep_capture, "_replicate_for_data_parallel": refuse_replicas}
+
+
 def detach(net: nn.Module) -> None:
     """Let a net's calls run its own forward again."""
+    gate = gate_of(net)
     net.__dict__["_compiled_call_impl"] = None
-    net.__dict__.pop("_replicate_for_data_parallel", None)
+    for name in _REPLACED:
+        net.__dict__.pop(name, None)
+    if gate is not None:
+        gate.announce(None)
     for number, hook in list(net._forward_pre_hooks.items()):
         if isinstance(hook, Attach):
             del net._forward_pre_hooks[number]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.definition import ops
 from sj_tac.definition.neurons import OperatorNeuron
+from sj_tac.errors import CaptureWarning
 
 LOGITS = "tac_logits"
 
@@ -26,6 +28,7 @@ class Sharing:
         neuron: the neuron that the convolution drives, whose decay weighs the frames.
         weights: "decay": ``w_j = beta^(k-1-j) / S_k``; "uniform": ``1 / k``; "learned": the softmax of ``tac_logits`` [k].
         normalize: weights sum to 1. False is the paper's form, without ``/ S_k``.
+        gate: of the net whose calls are captured (rewrites/gate.py); None if none are.
     """
 
     k: int
@@ -33,6 +36,7 @@ class Sharing:
     weights: Literal["decay", "uniform", "learned"] = "decay"
     normalize: bool = True
     layer: str = ""
+    gate: Any = field(default=None, repr=False, compare=False)
 
     def decay(self, dtype: torch.dtype) -> float | Tensor:
         """Return the neuron's decay: a number, or a tensor if it has a gradient."""
@@ -75,7 +79,10 @@ class SharedConv(nn.Module):
         if _takes_frames(self):
             steps = x.shape[0]
         logits = getattr(self, LOGITS, None)
-        if steps is not None and torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling():
+            if self.sharing.gate is not None and not ops.is_inside():
+                _say_part(type(self.sharing.gate.net).__name__)
+        elif steps is not None:
             marked = self.sharing.marked(x.dtype, logits)
             # Nothing stands between the question and the mark: a mark that is not captured cannot run.
             if ops.is_captured():
@@ -87,6 +94,16 @@ class SharedConv(nn.Module):
         sums = ops.aggregate(x, weights, by, steps, form)
         frames: Tensor = ops.expand(super().forward(sums), self.sharing.k, steps)
         return frames
+
+
+def _say_part(root: str) -> None:
+    """Warn that a captured net's own call was gone around; Python shows the same warning once."""
+    warnings.warn(
+        f"a part of this converted {root} was called, or its forward: it runs as it is defined, right and slower. Only a "
+        f"call of the {root} itself runs sj_tac's kernels; call that, or convert the part that you call",
+        CaptureWarning,
+        stacklevel=3,
+    )
 
 
 def _takes_frames(module: nn.Module) -> bool:

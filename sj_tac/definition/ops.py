@@ -167,8 +167,14 @@ neuron = _operator(
 
 # --- in captured graphs ------------------------------------------------------------------------------------------------
 
-# ``marks`` is True in a thread while it runs a captured net (rewrites/capture.py). Dynamo reads it when it traces.
+# In a thread that calls a captured net, ``inside`` is True (rewrites/gate.py); ``marks`` is True while the captured call
+# runs (rewrites/capture.py), and Dynamo reads it when it traces.
 CAPTURE = threading.local()
+
+
+def is_inside() -> bool:
+    """Return whether this thread calls a captured net, recomputes a part of it in a backward pass, or compiles."""
+    return getattr(CAPTURE, "inside", False) or torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 
 def is_captured() -> bool:

@@ -1,10 +1,12 @@
 """Captured nets that are copied, called by others, with other sizes and numbers: traps 9 to 14."""
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -13,7 +15,8 @@ from captured import NETS, X, agree, blocks, captures, fused, pair, seen, source
 from spikingjelly.activation_based import functional
 from support import frames, only_v2
 
-from sj_tac.errors import ConversionError
+from sj_tac.definition.convs import SharedConv
+from sj_tac.errors import CaptureWarning, ConversionError
 from sj_tac.experimental import graph
 from sj_tac.rewrites.gate import gate_of
 
@@ -26,12 +29,26 @@ def _strict(monkeypatch):
     monkeypatch.setenv("SJ_TAC_STRICT", "1")
 
 
-def test_9_a_part_of_a_net_runs_as_it_is_defined():
-    fast, slow = pair(blocks(checkpointed=()), X)
+@every_net
+def test_9_a_part_of_a_net_runs_as_it_is_defined_and_says_so(name):
+    net, x = source(name)
+    fast, slow = pair(net, x)
+    said = pytest.warns(CaptureWarning, match=f"a part of this converted {type(net).__name__} was called")
     with torch.no_grad():
-        assert torch.equal(fast.forward(X), slow(X))
-        assert torch.equal(fast.neurons[0](fast.blocks[0](X)), slow.neurons[0](slow.blocks[0](X)))
+        with said:
+            assert torch.equal(fast.forward(x), slow(x))
+        part, same = (next(m for m in each.modules() if isinstance(m, SharedConv)) for each in (fast, slow))
+        given = torch.rand(4, *part.weight.shape[1:2], 8, 8, dtype=x.dtype)
+        given = given.unsqueeze(1) if getattr(part, "step_mode", "s") == "m" else given
+        with said:
+            assert torch.equal(part(given), same(given))
     assert captures(fast) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (fast, slow):
+            functional.reset_net(each)
+        agree(fast, slow, x)
+        graph.restore(fast).forward(x)
 
 
 @every_net
@@ -80,17 +97,16 @@ def test_11_other_steps_and_samples_share_two_graphs(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "autocast"])
 def test_12_half_numbers(name, dtype):
     net, x = source(name, torch.float32)
-    if dtype == "autocast":
-        fast, slow = pair(net, x)
-        with torch.autocast("cpu", torch.bfloat16):
-            a, b = (seen(each, x, training=True) for each in (fast, slow))
-    else:
-        fast, slow = pair(net.to(dtype), x.to(dtype))
-        a, b = (seen(each, x.to(dtype), training=True) for each in (fast, slow))
+    if dtype != "autocast":
+        net, x = net.to(dtype), x.to(dtype)
+    fast, slow = pair(net, x)
+    exact = seen(copy.deepcopy(slow).double(), x.double(), training=True)
+    with torch.autocast("cpu", torch.bfloat16) if dtype == "autocast" else contextlib.nullcontext():
+        a, b = (seen(each, x, training=True) for each in (fast, slow))
     for name in ("output", "input"):
         assert a[name].dtype is b[name].dtype
-        error = (a[name].float() - b[name].float()).norm() / b[name].float().norm()
-        assert error < 0.5, (name, error)  # spikes at the threshold flip, and then others behind them
+        errors = [(found[name].double() - exact[name]).norm() / exact[name].norm() for found in (a, b)]
+        assert errors[0] < 1.5 * errors[1] + 0.01, (name, errors)  # rounding flips spikes, in the definition as well
     assert all(v.dtype is torch.float32 for n, v in a.items() if n.endswith(".v"))
 
 
