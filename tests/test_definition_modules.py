@@ -13,6 +13,8 @@ from support import conv, csnn, frames, node, norm
 from torch import nn
 
 from sj_tac.definition import convs, neurons
+from sj_tac.definition.frames import Frames, Rule
+from sj_tac.errors import CaptureWarning
 
 KINDS = {
     "lif": lambda: node("lif", v_threshold=0.3),
@@ -94,32 +96,28 @@ def test_convolutions_in_a_container_take_folded_frames(host_layers):
     flat = nn.Sequential(conv(2, 4), norm(4), node("lif", v_threshold=0.1)).double().eval()
     flat.load_state_dict(dict(zip(flat.state_dict(), source.state_dict().values(), strict=True)))
     x, seen = frames(7, 3, 2, 6, 6, dtype=torch.float64), []
-    net = converted(source, 3, {"0.0": "1"})
+    rules = Rule("size", argument=0, dim=0), Rule("quotient", argument=0, dim=1)
+    net = converted(source, 3, {"0.0": "1"}, frames=Frames(folded=True, rules=rules))
     net[0][0].register_forward_hook(lambda module, args, y: seen.append((args[0].shape, y.shape)))
     with torch.no_grad():
         expected = define(flat, {"0": Setting("preserve", 3, "2")})(x)
         torch.testing.assert_close(net(x), expected, rtol=0, atol=1e-12)
         assert 0.05 < expected.mean() < 0.9
         assert seen == [((21, 2, 6, 6), (21, 4, 6, 6))], "hooks see T frames"
-        one = net[0][0](x[0])  # outside a container T is unknown: no sharing
+        with pytest.warns(
+            CaptureWarning, match=r"'0.0' computes what its source does, for it cannot tell T of its rows \[3,"
+        ):
+            one = net[0][0](x[0])  # outside of the net's call
         torch.testing.assert_close(one, source[0][0](x[0]), rtol=0, atol=0)
         convs.undo(net)
     assert [type(m) for m in net[0]] == [type(m) for m in source[0]]
-    assert type(net[0]) is layer.SeqToANNContainer
-
-
-class Container(layer.SeqToANNContainer):
-    pass
+    assert not net._forward_pre_hooks
+    assert not net._forward_hooks
 
 
 OTHERS = {
-    "in a Sequential": (lambda: layer.SeqToANNContainer(nn.Sequential(nn.Conv2d(2, 4, 3))), "0.0.0", "from a Sequential"),
-    "in a container's container": (
-        lambda: layer.SeqToANNContainer(layer.SeqToANNContainer(nn.Conv2d(2, 4, 3))), "0.0.0", "of its own",
-    ),
-    "in a container of one's own": (lambda: Container(nn.Conv2d(2, 4, 3)), "0.0", "from a Container, which does not know T"),
-    "another class": (lambda: layer.ConvTranspose2d(2, 4, 3, step_mode="m"), "0", "'0' is a ConvTranspose2d; frames are"),
-    "no module": (lambda: layer.Conv2d(2, 4, 3, step_mode="m"), "9", "'9' is a NoneType"),
+    "folded frames without rules": (lambda: nn.Conv2d(2, 4, 3), "0", r"its Sharing needs Frames\(folded=True"),
+    "no module": (lambda: layer.Conv2d(2, 4, 3, step_mode="m"), "9", "the net has no module '9'"),
 }  # fmt: skip
 
 
@@ -188,7 +186,8 @@ def test_a_voltage_of_inference_mode_goes_on_into_training():
 def test_dynamo_captures_a_net_as_one_graph_for_all_t(kind):
     if kind == "container":
         modules = layer.SeqToANNContainer(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), node("lif", v_threshold=0.1)
-        net = converted(nn.Sequential(*modules).eval(), 2, {"0.0": "1"})
+        rule = Rule("size", argument=0, dim=0)
+        net = converted(nn.Sequential(*modules).eval(), 2, {"0.0": "1"}, frames=Frames(folded=True, rules=(rule,)))
     else:
         net = converted(csnn(make=KINDS[kind]), 2)
     graphs = []

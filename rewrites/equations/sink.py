@@ -90,7 +90,9 @@ def _compact(node: Node) -> Node | None:
     if len(expands) > 1 or node.args[0] is not expands[0] or any(a is expands[0] for a in node.args[1:]):
         return None
     if node.target in RESHAPES:
-        return _reshaped(node, y) if shape(node) and not node.kwargs and shape(node)[0] % value(steps) == 0 else None
+        return (
+            _reshaped(node, expands[0]) if shape(node) and not node.kwargs and shape(node)[0] % value(steps) == 0 else None
+        )
     if node.target in SCALINGS and all(isinstance(a, (int, float)) for a in node.args[1:]) and not node.kwargs:
         return emit(node, node.target, (y, *node.args[1:]))
     if keeps_first(node):
@@ -126,8 +128,9 @@ def _live_norm(node: Node, y: Node, k: int, steps: Any) -> Node | None:
     return emit(node, shared_batch_norm, operands, made=lambda: torch.empty_like(node.meta["example_value"][: shape(y)[0]]))
 
 
-def _reshaped(node: Node, y: Node) -> Node | None:
-    """A reshape that leaves T outermost, of y."""
+def _reshaped(node: Node, expand: Node) -> Node | None:
+    """A reshape that leaves T outermost, of y in ``expand(y)``."""
+    y, k, steps = expand.args
     kind, given = node.target, list(node.args[1:])
     if kind in ("squeeze", "unsqueeze", torch.squeeze, torch.unsqueeze):
         rank = len(shape(node.args[0])) + (1 if "un" in getattr(kind, "__name__", kind) else 0)
@@ -136,7 +139,21 @@ def _reshaped(node: Node, y: Node) -> Node | None:
         return emit(node, kind, (y, *given))
     if kind in ("contiguous", "flatten", torch.flatten):
         return emit(node, kind, (y, *given))
-    return emit(node, "reshape", (y, (-1, *shape(node)[1:])) if _known(node) else (y, (-1, *_sizes(node)[1:])))
+    if _known(node):
+        return emit(node, "reshape", (y, (-1, *shape(node)[1:])))
+    first, *others = _sizes(node)
+    # One size may be left open. Where the user left one open, that of T is told.
+    return emit(node, "reshape", (y, (_grouped(node, first, k, steps) if -1 in others else -1, *others)))
+
+
+def _grouped(node: Node, size: Any, k: int, steps: Any) -> Any:
+    """Return the size of dimension 0, a multiple of T, with G in place of T: ``size / T * G``."""
+
+    def of(function: Any, a: Any, b: Any) -> Any:
+        return emit(node, function, (a, b)) if isinstance(a, Node) or isinstance(b, Node) else function(a, b)
+
+    count = of(operator.floordiv, of(operator.add, steps, k - 1), k)
+    return count if same(size, steps) else of(operator.mul, of(operator.floordiv, size, steps), count)
 
 
 def _known(node: Node) -> bool:
@@ -144,14 +161,20 @@ def _known(node: Node) -> bool:
 
 
 def _sizes(node: Node) -> list[Any]:
-    """Return the sizes that a view or an unflatten asks for, as numbers and nodes."""
+    """Return the sizes that a view or an unflatten asks for, as numbers and nodes; one may be -1."""
     given = list(node.args[1:])
     if node.target in ("unflatten", torch.unflatten):
         dimension, sizes = given
         before = [emit(node, "size", (node.args[0], i)) for i in range(len(shape(node.args[0])))]
-        return [*before[:dimension], *sizes, *before[dimension + 1 :]]
-    sizes = list(given[0]) if len(given) == 1 and not isinstance(given[0], (int, Node)) else given
-    return [emit(node, "size", (node, i)) if size == -1 and i else size for i, size in enumerate(sizes)]
+        return [*before[:dimension], *_each(node, sizes), *before[dimension + 1 :]]
+    return _each(node, given[0]) if len(given) == 1 and isinstance(value(given[0]), (tuple, list)) else given
+
+
+def _each(node: Node, sizes: Any) -> list[Any]:
+    """Return the sizes of a tuple, which may be a node."""
+    if not isinstance(sizes, Node):
+        return list(sizes)
+    return [emit(node, operator.getitem, (sizes, i)) for i in range(len(value(sizes)))]
 
 
 def keeps_first(node: Node) -> bool:

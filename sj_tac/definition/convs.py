@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from sj_tac import host
 from sj_tac.definition import ops
+from sj_tac.definition.frames import Frames, forget_calls, note_calls
 from sj_tac.definition.neurons import OperatorNeuron
 from sj_tac.errors import CaptureWarning
 
@@ -24,8 +26,11 @@ class Sharing:
 
     Attributes:
         k: frames per convolution; 1 is the source's layer.
-        layer: the convolution's qualified name.
         neuron: the neuron that the convolution drives, whose decay weighs the frames.
+        beta: the decay as it was measured, of a neuron whose class is unknown.
+        frames: where its frames are; by default [T, N, ...].
+        plain: on sums, torch's own forward of its class runs, on folded rows: its own takes T frames alone, and equals that.
+        layer: the convolution's qualified name.
         weights: "decay": ``w_j = beta^(k-1-j) / S_k``; "uniform": ``1 / k``; "learned": the softmax of ``tac_logits`` [k].
         normalize: weights sum to 1. False is the paper's form, without ``/ S_k``.
         gate: of the net whose calls are captured (rewrites/gate.py); None if none are.
@@ -35,11 +40,16 @@ class Sharing:
     neuron: nn.Module
     weights: Literal["decay", "uniform", "learned"] = "decay"
     normalize: bool = True
+    beta: float | None = None
+    frames: Frames = field(default_factory=Frames)
+    plain: bool = False
     layer: str = ""
     gate: Any = field(default=None, repr=False, compare=False)
 
     def decay(self, dtype: torch.dtype) -> float | Tensor:
         """Return the neuron's decay: a number, or a tensor if it has a gradient."""
+        if self.beta is not None:
+            return self.beta
         node, wide = self.neuron, host.wide_dtype(dtype)
         return node.step_decay(wide) if isinstance(node, OperatorNeuron) else host.decay(node, wide)
 
@@ -68,32 +78,65 @@ class Sharing:
 class SharedConv(nn.Module):
     """Mixin for a convolution class: it runs once for ``sharing.k`` frames.
 
-    Its input is [T, N, C, ...] in SpikingJelly's step mode "m". Any other layer takes folded frames [T * N, C, ...], and
-    shares if the caller passes T. The convolution itself is the class's own forward, on the G aggregated frames.
+    The convolution itself is the class's own forward, on the G sums of a call instead of its T frames. Where T of a call is
+    unknown (``Frames.steps``), the layer computes what its source does, and a warning says so.
     """
 
     sharing: Sharing
 
-    def forward(self, x: Tensor, *, steps: int | None = None) -> Tensor:
-        """Return frames in x's layout, equal within each group of k. ``steps``: T, of folded frames."""
-        if _takes_frames(self):
-            steps = x.shape[0]
-        logits = getattr(self, LOGITS, None)
-        if not torch.compiler.is_dynamo_compiling():
-            if self.sharing.gate is not None and not ops.is_inside():
-                _say_part(type(self.sharing.gate.net).__name__)
-        elif steps is not None:
-            marked = self.sharing.marked(x.dtype, logits)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return frames in the input's layout, equal within each group of k. The input is the first argument."""
+        (x, *rest), kwargs = (args, kwargs) if args else ([kwargs[n] for n in [*kwargs][:1]], dict([*kwargs.items()][1:]))
+        sharing, captured = self.sharing, torch.compiler.is_dynamo_compiling()
+        frames, logits = sharing.frames, getattr(self, LOGITS, None)
+        steps = frames.steps(x)
+        if not captured:
+            self._say(steps, x)
+        if steps is not None and captured:
+            marked = sharing.marked(x.dtype, logits)
             # Nothing stands between the question and the mark: a mark that is not captured cannot run.
             if ops.is_captured():
-                x, steps = ops.mark(x, *marked, steps, self.sharing.layer), None
-        if steps is None or self.sharing.k == 1:
-            made: Tensor = super().forward(x)
+                rows = ops.mark(frames.time_first(x, steps), *marked, steps, sharing.layer)
+                x, steps = frames.back(rows, steps), None
+        if steps is None or sharing.k == 1:
+            made: Tensor = super().forward(x, *rest, **kwargs)
             return made
-        weights, by, form = self.sharing.operands(x.dtype, logits)
-        sums = ops.aggregate(x, weights, by, steps, form)
-        frames: Tensor = ops.expand(super().forward(sums), self.sharing.k, steps)
-        return frames
+        weights, by, form = sharing.operands(x.dtype, logits)
+        count = ops.groups(steps, sharing.k)
+        sums = frames.back(ops.aggregate(frames.time_first(x, steps), weights, by, steps, form), count)
+        made = plainly(self, sums) if sharing.plain else super().forward(sums, *rest, **kwargs)
+        return frames.back(ops.expand(frames.time_first(made, count), sharing.k, steps), steps)
+
+    def _say(self, steps: int | None, x: Tensor) -> None:
+        """Warn of a call that shares nothing, or runs no kernels."""
+        sharing = self.sharing
+        if steps is None and sharing.k > 1:
+            _say_unknown(sharing.layer, tuple(x.shape))
+        elif sharing.gate is not None and not ops.is_inside():
+            _say_part(type(sharing.gate.net).__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(protocol)
+        kind = type(self)
+        # A class that was made here is found by the class that it was made of.
+        return (_new, (kind.__bases__[1],), *made[2:]) if kind.__dict__.get("_is_made_here") else made
+
+
+def torchs_own(module: nn.Module) -> type[nn.Module] | None:
+    """Return the convolution class of torch's that a module's class extends; None if it extends none."""
+    return next((kind for kind in type(module).__mro__ if kind.__module__ == "torch.nn.modules.conv"), None)
+
+
+def leading(module: Any, x: Tensor) -> int:
+    """Return how many dimensions x has in front of [C, H, W]."""
+    return x.dim() - int(module.weight.dim()) + 1
+
+
+def plainly(module: nn.Module, x: Tensor) -> Tensor:
+    """Return torch's own convolution of frames whose leading dimensions are all rows."""
+    rows, kind = leading(module, x), torchs_own(module)
+    made: Tensor = kind.forward(module, x.flatten(0, rows - 1))  # type: ignore[union-attr]
+    return made.reshape(*x.shape[:rows], *made.shape[1:])
 
 
 def _say_part(root: str) -> None:
@@ -102,12 +145,19 @@ def _say_part(root: str) -> None:
         f"a part of this converted {root} was called, or its forward: it runs as it is defined, right and slower. Only a "
         f"call of the {root} itself runs sj_tac's kernels; call that, or convert the part that you call",
         CaptureWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
-def _takes_frames(module: nn.Module) -> bool:
-    return getattr(module, "step_mode", "s") == "m"
+def _say_unknown(layer: str, shape: tuple[int, ...]) -> None:
+    """Warn that a layer cannot tell frames from samples."""
+    warnings.warn(
+        f"convolution {layer!r} computes what its source does, for it cannot tell T of its rows {list(shape)}: the call's "
+        "shapes are not like those of example_input, or a part of the net was called. Call the net itself, or convert it "
+        "with an example of this kind",
+        CaptureWarning,
+        stacklevel=4,
+    )
 
 
 class TACConv1d(SharedConv, host.layer.Conv1d):
@@ -142,18 +192,6 @@ class TACTorchLinear(SharedConv, nn.Linear):
     """torch's Linear in a converted net."""
 
 
-class TACContainer(host.layer.SeqToANNContainer):
-    """SeqToANNContainer of a converted net: passes T to its convolutions."""
-
-    def forward(self, x_seq: Tensor) -> Tensor:
-        """Return frames [T, N, ...] of frames [T, N, ...]."""
-        x = x_seq.flatten(0, 1)
-        for module in self:
-            # By keyword, so that hooks without with_kwargs see the frames alone.
-            x = module(x, steps=x_seq.shape[0]) if isinstance(module, SharedConv) else module(x)
-        return x.reshape(*x_seq.shape[:2], *x.shape[1:])
-
-
 SWAPS: dict[type[nn.Module], type[nn.Module]] = {
     host.layer.Conv1d: TACConv1d,
     host.layer.Conv2d: TACConv2d,
@@ -166,15 +204,33 @@ SWAPS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+# Classes that were made of the user's.
+_MADE: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def shared_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that ``share`` gives a convolution of class ``kind``; for a class of the user's it is made here."""
+    if kind in SWAPS:
+        return SWAPS[kind]
+    if kind not in _MADE:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_is_made_here": True}
+        _MADE[kind] = type(kind.__name__, (SharedConv, kind), names)
+    return _MADE[kind]
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    made = shared_class(kind)
+    return made.__new__(made)
+
+
 def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
-    """Change the class of each convolution in ``plan`` and of the containers around it, in place.
+    """Change the class of each convolution in ``plan``, in place, and let calls around them tell T.
 
     Args:
         plan: name of the convolution -> how it aggregates. A convolution that is swapped already gets the new one.
 
     Raises:
-        ValueError: no such convolution, one of another class, a neuron with several decays, or a convolution that takes
-            folded frames from a module that does not know T. The net is left as it was.
+        ValueError: no such module, or a neuron with several decays. The net is left as it was.
     """
     modules = dict(net.named_modules(remove_duplicate=False))
     for name, sharing in plan.items():
@@ -182,39 +238,37 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
     for name, sharing in plan.items():
         conv: Any = modules[name]
         if not isinstance(conv, SharedConv):
-            conv.__class__ = SWAPS[type(conv)]
+            conv.__class__ = shared_class(type(conv))
         conv.sharing = replace(sharing, layer=name)
-    for module in modules.values():
-        if type(module) is host.layer.SeqToANNContainer and any(isinstance(m, SharedConv) for m in module):
-            module.__class__ = TACContainer
+    for name in {sharing.frames.of for sharing in plan.values() if sharing.frames.folded}:
+        note_calls(modules[name], name)
 
 
 def _check(modules: Mapping[str, nn.Module], name: str, sharing: Sharing) -> None:
     """Raise ValueError where ``share`` cannot take this part of its plan."""
-    conv, containers = modules.get(name), (host.layer.SeqToANNContainer, TACContainer)
-    if conv is None or not (isinstance(conv, SharedConv) or type(conv) in SWAPS):
-        known = ", ".join(kind.__name__ for kind in SWAPS)
-        raise ValueError(f"{name!r} is a {type(conv).__name__}; frames are shared in {known}")
-    if problem := host.many_numbers(sharing.neuron):
+    conv = modules.get(name)
+    if conv is None:
+        raise ValueError(f"the net has no module {name!r}")
+    if parametrize.is_parametrized(conv):
+        raise ValueError(f"{name!r} is parametrized: its class is torch.nn.utils.parametrize's own")
+    if sharing.beta is None and (problem := host.many_numbers(sharing.neuron)):
         raise ValueError(f"{name!r} drives a neuron with several decays: its {problem}")
-    if _takes_frames(conv):
-        return
-    parts = name.split(".")[:-1]
-    above = [modules[".".join(parts[:i])] for i in range(len(parts), -1, -1)]
-    if type(above[0]) not in containers or any(isinstance(module, containers) for module in above[1:]):
+    if type(conv) in SWAPS and not _takes_frames(conv) and not sharing.frames.folded:
         raise ValueError(
-            f"convolution {name!r} ({type(conv).__name__}) takes folded frames [T * N, C, ...] from a "
-            f"{type(above[0]).__name__}, which does not know T; use SpikingJelly's layer in step mode 'm', or put it into a "
-            "SeqToANNContainer of its own"
+            f"convolution {name!r} ({type(conv).__name__}) takes folded frames [T * N, C, ...]: its Sharing needs "
+            "Frames(folded=True, rules=...), which find T"
         )
+
+
+def _takes_frames(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or getattr(module, "step_mode", "s") == "m"
 
 
 def undo(net: nn.Module) -> None:
     """Give each module that ``share`` changed its own class again."""
     own = {made: kind for kind, made in SWAPS.items()}
     for module in net.modules():
-        if type(module) in own:
+        if isinstance(module, SharedConv):
             del module.sharing
-            module.__class__ = own[type(module)]
-        elif type(module) is TACContainer:
-            module.__class__ = host.layer.SeqToANNContainer
+            module.__class__ = own.get(type(module)) or type(module).__bases__[1]
+        forget_calls(module)

@@ -1,6 +1,7 @@
 """Conversion by a definition, equations on Dynamo's graph, and a gate: the engine that is to take convert's place.
 
-In reach: preserve on Conv1d, Conv2d, Conv3d and Linear that drive LIFNode, IFNode and ParametricLIFNode.
+In reach: preserve on convolutions of any class that drive neurons of any class. LIFNode, IFNode and ParametricLIFNode run as
+one operator each, in kernels; other neurons run as they are written.
 """
 
 from __future__ import annotations
@@ -11,32 +12,36 @@ from typing import Any
 from torch import nn
 
 from sj_tac.definition import convs, neurons
-from sj_tac.definition.convs import SharedConv, Sharing
+from sj_tac.definition.convs import SharedConv
 from sj_tac.errors import ConversionError
-from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.arguments import as_arguments
 from sj_tac.rewrites.gate import Attach, attach, detach, gate_of
-from sj_tac.rewrites.plan import analyse
+from sj_tac.rewrites.measure.examples import find_example
+from sj_tac.rewrites.measure.plan import Left, plan
 
 
 def convert(model: nn.Module, k: int = 2, *, example_input: Any = None, fuse: bool = True) -> nn.Module:
     """Return a copy of ``model`` whose convolutions run once for k frames, wherever they drive neurons.
 
+    Which convolutions do is measured on an example (``sj_tac.rewrites.measure``), whatever the classes of the model.
+
     Args:
-        model: takes frames [T, N, C, H, W]; every step module in step mode "m".
+        model: takes frames, or images that it repeats itself.
         k: frames per convolution.
-        example_input: frames that the model runs on; without them its forward is traced.
+        example_input: what the model runs on, of two or more samples; a tuple for several arguments. Without it a usual
+            shape is looked for.
         fuse: False runs the definition eagerly.
 
     Raises:
-        ConversionError: no convolution drives a neuron.
+        ConversionError: no convolution drives a neuron, or no usual shape fits and no example was given.
     """
-    plan = analyse(model, "preserve", max(2, k), example_input, "auto", True)
-    found = {name: chain for name, chain in plan.chains.items() if isinstance(chain, Chain)}
+    arguments = (find_example(model),) if example_input is None else as_arguments(example_input)
+    found = plan(model, arguments)
     net = copy.deepcopy(model)
-    modules = dict(net.named_modules(remove_duplicate=False))
-    sharings = {name: Sharing(k, modules[chain.neuron]) for name, chain in found.items()}
+    sharings = found.sharings(k, net)
     if not sharings:
-        raise ConversionError(f"no convolution of this {type(model).__name__} drives a neuron")
+        left = "; ".join(f"{n}: {c.why}" for n, c in list(found.convolutions.items())[:3] if isinstance(c, Left))
+        raise ConversionError(f"no convolution of this {type(model).__name__} drives a neuron ({left})")
     neurons.swap(net)
     convs.share(net, sharings)
     if fuse:

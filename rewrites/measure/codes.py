@@ -1,0 +1,261 @@
+"""Which frames each row of a convolution's output serves, read from gradients.
+
+Cut the graph behind every neuron, so that nothing mixes time any more. Then the gradient of ``sum(r * drives)`` at the
+output of a convolution, with random signs r, is not 0 where it drives a neuron. And the gradient of ``sum(r * 2^t *
+drives)``, where t is the step of each element, is ``2^t`` times the first: exactly, for a power of two changes no bit of a
+product. Where frames meet on the way (a mean over time, attention, a shift), the quotient is no power of two, or not one
+for all elements of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from sj_tac.rewrites.measure.neurons import Layout
+from sj_tac.rewrites.measure.runs import first, is_convolution, run
+from sj_tac.rewrites.measure.survey import Neuron
+
+# A code is written in digits below this: 2^31 fits into float32, 2^T need not.
+DIGIT = 32
+MEET = "frames meet"
+
+
+class _Output(torch.autograd.Function):
+    """The identity, whose node in the graph names the convolution."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, convolution: str) -> Tensor:
+        ctx.convolution = convolution
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@dataclass
+class Coded:
+    """A run whose neurons are cut off, and whose drives carry codes.
+
+    Attributes:
+        outputs: of each convolution, for each of its calls. drives: (neuron, its sums without code and with each digit).
+        driven: of each convolution, the neurons that it drives, in the order of their calls.
+    """
+
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    drives: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    driven: dict[str, list[str]] = field(default_factory=dict)
+    step_digits: int = 1
+    sample_digits: int = 1
+    _found: dict[str, list[tuple[Tensor | None, ...]]] = field(default_factory=dict)
+
+    def read(self, name: str, leads: int, neuron: str | None = None) -> list[Layout | str]:
+        """Return, for each call of a convolution, the layout of its output, or why it has none.
+
+        Args:
+            leads: dimensions in front of [C, H, W]. neuron: look at what it drives of this neuron alone.
+        """
+        if name not in self.driven or name not in self.outputs:
+            return ["it drives no neuron"]
+        outputs, found = self.outputs[name], list[Layout | str]()
+        of_all = self._of_all()[name] if neuron is None else self._gradients(outputs, neuron)
+        for out, (plain, *coded) in zip(outputs, of_all, strict=True):
+            if plain is None or not plain.any():
+                found.append("it drives no neuron")
+            else:
+                found.append(self._read(plain, [torch.zeros_like(out) if c is None else c for c in coded], leads))
+        return found
+
+    def _of_all(self) -> dict[str, list[tuple[Tensor | None, ...]]]:
+        """Return the gradients at all convolutions: one backward pass for each digit."""
+        if not self._found:
+            flat = [(name, out) for name, outs in self.outputs.items() if name in self.driven for out in outs]
+            for (name, _), gradients in zip(flat, self._gradients([out for _, out in flat]), strict=True):
+                self._found.setdefault(name, []).append(gradients)
+        return self._found
+
+    def _gradients(self, outputs: list[Tensor], neuron: str | None = None) -> list[tuple[Tensor | None, ...]]:
+        """Return, for each output, its gradients of the sums without code and with each digit."""
+        sums = [s for n, s in self.drives if neuron in (None, n)]
+        digits = [
+            torch.autograd.grad(torch.stack(of).sum(), outputs, retain_graph=True, allow_unused=True)
+            for of in zip(*sums, strict=True)
+        ]
+        return list(zip(*digits, strict=True))
+
+    def _read(self, plain: Tensor, coded: list[Tensor], leads: int) -> Layout | str:
+        steps, samples = coded[: self.step_digits], coded[self.step_digits :]
+        found, rows = "time is inside its frames", plain.shape[0]
+        t, n = _numbers(plain, steps, 1), _numbers(plain, samples, 1)
+        if t is not None:
+            T = int(t[0].max()) + 1
+            if T < 2:
+                return "its frames are one step"
+            if rows == T and torch.equal(t[0][t[1]], torch.arange(rows)[t[1]]):
+                return Layout(T, plain.shape[1], 0) if leads > 1 else Layout(T, 1, 0, True)
+            folded = found if n is None else _folded(t, n[0])
+            if not isinstance(folded, str):
+                return folded
+            found = folded
+        if plain.dim() > 2:
+            t, n = _numbers(plain, steps, 2), _numbers(plain, samples, 2)
+            if t is not None and n is not None and (in_two := _in_two(t, n[0])) is not None:
+                return in_two
+        return _meeting(plain, coded) or found
+
+
+def _numbers(plain: Tensor, digits: list[Tensor], dims: int) -> tuple[Tensor, Tensor] | None:
+    """Return the number that is written on each row of the leading ``dims`` dimensions, and which rows have one.
+
+    None if the elements of a row have several. Where sums of many paths cancel, rounding hides a code; they may differ.
+    """
+    rows = plain.flatten(0, dims - 1).flatten(1)
+    largest, at = rows.abs().max(1)
+    number, seen = torch.zeros(len(rows), dtype=torch.long), largest > 0
+    for place, digit in enumerate(digits):
+        coded = digit.flatten(0, dims - 1).flatten(1)
+        quotient = (coded.gather(1, at[:, None]) / rows.gather(1, at[:, None])).squeeze(1)
+        factor = 2 ** torch.where(seen, quotient.abs(), 1.0).log2().round().clamp(0, DIGIT)
+        off = torch.addcmul(coded, rows, factor[:, None], value=-1).abs_()
+        if (off.amax(1) > 1e-5 * factor * largest.max()).any() or (quotient[seen] < 0).any():
+            return None
+        number += factor.log2().long() * DIGIT**place
+    return number.view(plain.shape[:dims]), seen.view(plain.shape[:dims])
+
+
+def _meeting(plain: Tensor, coded: list[Tensor]) -> str:
+    """Return which part of the elements serves several frames, in words; an empty string if none does."""
+    on, clear = plain.abs() > 1e-5 * plain.abs().max(), torch.ones_like(plain, dtype=torch.bool)
+    for gradient in coded:
+        quotient = gradient / plain
+        clear &= ((quotient / 2 ** quotient.abs().log2().round()) - 1).abs() < 1e-6
+    part = float((on & ~clear).sum() / on.sum())
+    return f"{MEET} between it and its neurons (in {100 * part:.2g} % of its output)" if part else ""
+
+
+def _folded(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | str:
+    (t, seen), rows = of_steps, len(samples)
+    T, N = int(t.max()) + 1, int(samples.max()) + 1
+    if rows != T * N:
+        return f"it has {rows} rows for {T} steps of {N} samples"
+    row = torch.arange(rows)[seen]
+    if torch.equal(t[seen], row // N) and torch.equal(samples[seen], row % N):
+        return Layout(T, N, 0, True)
+    if torch.equal(t[seen], row % T) and torch.equal(samples[seen], row // T):
+        return Layout(T, N, 0, True, samples_first=True)
+    return "its rows are in no order"
+
+
+def _in_two(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | None:
+    t, seen = of_steps
+    A, B = t.shape
+    a, b = torch.arange(A).view(-1, 1).expand(A, B)[seen], torch.arange(B).expand(A, B)[seen]
+    if A > 1 and torch.equal(t[seen], a) and torch.equal(samples[seen], b):
+        return Layout(A, B, 0)
+    if B > 1 and torch.equal(t[seen], b) and torch.equal(samples[seen], a):
+        return Layout(B, A, 1)
+    return None
+
+
+def _digits(largest: int) -> int:
+    count = 1
+    while largest > DIGIT**count:
+        count += 1
+    return count
+
+
+def code(
+    net: nn.Module,
+    arguments: tuple[Any, ...],
+    neurons: dict[str, Neuron],
+    looks_at: Callable[[nn.Module], bool] = is_convolution,
+) -> Coded:
+    """Run a copy of ``net`` with codes on the drives of ``neurons``, whose outputs are those of the survey."""
+    coder = _Coder(neurons, looks_at)
+    with torch.enable_grad():
+        run(net, arguments, coder.hook)
+    return coder.found
+
+
+class _Coder:
+    def __init__(self, neurons: dict[str, Neuron], looks_at: Callable[[nn.Module], bool]) -> None:
+        self.neurons, self.looks_at, self.found = neurons, looks_at, Coded()
+        self.generator = torch.Generator().manual_seed(0)
+        self.found.step_digits = _digits(max([n.layout.T for n in neurons.values()], default=1))
+        self.found.sample_digits = _digits(max([n.layout.N for n in neurons.values()], default=1))
+
+    def hook(self, net: nn.Module) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        for name, module in net.named_modules():
+            _without_zeros(module)
+            if name in self.neurons:
+                look = lambda m, a, k, name=name: self._drive(name, first((a, k)))  # noqa: E731
+                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
+                replace_outputs(module, [tree_map(self._awake, out) for out in self.neurons[name].outputs])
+            elif self.looks_at(module):
+                handles.append(module.register_forward_hook(lambda m, a, out, name=name: self._hold(name, out)))
+        return handles
+
+    def _drive(self, name: str, u: Tensor | None) -> None:
+        neuron, found = self.neurons[name], self.found
+        if u is None or not u.requires_grad or u.shape != neuron.drives.shape:
+            return
+        signs = torch.randn(u.shape, generator=self.generator).sign().to(u)
+        codes = [torch.zeros(1, dtype=torch.long)]
+        for places, digits in zip(neuron.layout.places(u), (found.step_digits, found.sample_digits), strict=True):
+            codes += [places // DIGIT**i % DIGIT for i in range(digits)]
+        signed = u * signs
+        found.drives.append((name, [(signed * 2.0 ** c.to(u.dtype)).sum() for c in codes]))
+        for convolution in _above(u):
+            driven = found.driven.setdefault(convolution, [])
+            if name not in driven:
+                driven.append(name)
+
+    def _awake(self, x: Any) -> Any:
+        """Return random spikes in place of those of a neuron that is silent, or never is: products with 0 hide a path."""
+        if not isinstance(x, Tensor) or 0.01 < (x != 0).double().mean() < 0.99:
+            return x
+        return (torch.rand(x.shape, generator=self.generator) < 0.5).to(x)
+
+    def _hold(self, name: str, out: Any) -> Any:
+        made = first(out)
+        if made is None:
+            return None
+        held = made if made.requires_grad else made.detach().requires_grad_()
+        self.found.outputs.setdefault(name, []).append(held)
+        handed_on = _Output.apply(held, name)
+        return tree_map(lambda x: handed_on if x is made else x, out)
+
+
+def _without_zeros(module: nn.Module) -> None:
+    """Replace parameters that are all zero, as of a norm at the end of a fresh residual branch: they would hide a path."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_floating_point() and not parameter.detach().any():
+            module._parameters[name] = nn.Parameter(torch.ones_like(parameter))
+
+
+def replace_outputs(module: nn.Module, outputs: list[Any]) -> None:
+    """Let a neuron of a copy return these, call by call."""
+    following = iter([*outputs, *outputs[-1:] * 10_000])
+    module.forward = lambda *args, **kwargs: tree_map(lambda x: x, next(following))
+
+
+def _above(u: Tensor) -> set[str]:
+    """Return the convolutions whose outputs a tensor was made of."""
+    stack, seen, found = [u.grad_fn], set(), set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "convolution"):
+            found.add(node.convolution)
+        stack += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,274 @@
+"""The plan of a net by measurement: of each convolution, whether and how it may run once for k frames, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac import host
+from sj_tac.definition import convs
+from sj_tac.definition.frames import Rule
+from sj_tac.rewrites.measure import codes, steps
+from sj_tac.rewrites.measure.drives import compare
+from sj_tac.rewrites.measure.likeness import likeness
+from sj_tac.rewrites.measure.neurons import Layout
+from sj_tac.rewrites.measure.runs import is_convolution, undisturbed
+from sj_tac.rewrites.measure.survey import Neuron, Survey, survey
+
+# Shared and own drives of an affine path differ by rounding alone: by so much, or by so many of a dtype's smallest steps.
+AFFINE, ROUNDINGS = 1e-4, 8
+# Decays of a neuron's elements that differ by more are decays of their own; by less, an error of measurement.
+SPREAD = 0.01
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A convolution that may run once for k frames.
+
+    Attributes:
+        layout: where its frames are, on the example. rules: how T of folded rows is found in a call of the module ``of``.
+        neurons: that it drives, in the order of their calls; the first one's decay weighs the frames.
+        decay: as measured; None where the neuron's class tells it.
+        plain: as torch's own forward on folded rows, for its own takes T frames alone.
+        off: how far a group's weighted sum of its neurons' drives is off when it is shared at k = 2, as a part of the sum:
+            0 where the path is affine, but for rounding. None: not measured. is_affine: whether it is no more than rounding.
+        notes: what a reader of the plan should know.
+    """
+
+    layout: Layout
+    neurons: tuple[str, ...]
+    of: str = ""
+    rules: tuple[Rule, ...] = ()
+    decay: float | None = None
+    plain: bool = False
+    off: float | None = None
+    is_affine: bool = True
+    notes: tuple[str, ...] = ()
+
+    def sharing(self, k: int, net: nn.Module) -> convs.Sharing:
+        """Return how the definition is to run it in ``net``."""
+        frames = replace(self.layout.frames, of=self.of, rules=self.rules)
+        return convs.Sharing(k, net.get_submodule(self.neurons[0]), beta=self.decay, frames=frames, plain=self.plain)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A convolution that stays as it is. ``why`` says what was observed."""
+
+    why: str
+
+
+@dataclass
+class Plan:
+    """What was measured of a net.
+
+    Attributes:
+        convolutions: by name, in the net's order. neurons: by name. others: why other modules are no neurons.
+        notes: what could not be measured.
+    """
+
+    convolutions: dict[str, Shared | Left] = field(default_factory=dict)
+    neurons: dict[str, Neuron] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def shared(self) -> dict[str, Shared]:
+        """The convolutions that may be shared."""
+        return {name: found for name, found in self.convolutions.items() if isinstance(found, Shared)}
+
+    def sharings(self, k: int, net: nn.Module, approximate: bool = False) -> dict[str, convs.Sharing]:
+        """Return how the definition is to run each of them in ``net``.
+
+        Args:
+            approximate: those, too, whose path to a neuron is not affine (a MaxPool, an activation).
+        """
+        chosen = {n: f for n, f in self.shared.items() if approximate or f.is_affine}
+        return {name: found.sharing(k, net) for name, found in chosen.items()}
+
+
+def plan(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> Plan:
+    """Measure a net on an example. It is left as it was, its hooks do not run, and the random stream does not move.
+
+    Args:
+        arguments: of its forward; a batch of two or more samples, so that the order of folded rows can be seen.
+        linears: plan Linear layers too.
+    """
+
+    def looks_at(module: nn.Module) -> bool:
+        return is_convolution(module) or (linears and isinstance(module, nn.Linear))
+
+    with undisturbed(net):
+        return _Planner(net, arguments, looks_at).run()
+
+
+class _Planner:
+    def __init__(self, net: nn.Module, arguments: tuple[Any, ...], looks_at: Callable[[nn.Module], bool]) -> None:
+        self.net, self.arguments, self.looks_at = net, arguments, looks_at
+        self.found = Plan()
+
+    def run(self) -> Plan:
+        surveyed, found = survey(self.net, self.arguments, self.looks_at), self.found
+        found.neurons, found.others = surveyed.neurons, surveyed.others
+        coded = codes.code(self.net, self.arguments, surveyed.neurons, self.looks_at)
+        for name, module in self.net.named_modules():
+            if self.looks_at(module) and name not in surveyed.neurons:
+                found.convolutions[name] = self._first_look(name, module, surveyed, coded)
+        del coded
+        self._are_alike(surveyed)
+        self._find_steps(surveyed)
+        self._compare_drives()
+        return found
+
+    def _first_look(self, name: str, module: nn.Module, surveyed: Survey, coded: codes.Coded) -> Shared | Left:
+        calls, driven = surveyed.calls.get(name, 0), coded.driven.get(name, [])
+        if not calls:
+            return Left("it is never called as a module")
+        outputs = coded.outputs.get(name)
+        if not outputs:
+            return Left("it returns no tensor of numbers")
+        leads, notes = _leads(module, outputs[0]), []
+        read = coded.read(name, leads)
+        if driven and any(isinstance(r, str) and r.startswith(codes.MEET) for r in read):
+            # Later neurons may stand behind attention over time: the nearest one decides.
+            nearest = coded.read(name, leads, driven[0])
+            if not any(isinstance(r, str) for r in nearest):
+                read, driven, notes = nearest, driven[:1], ["frames meet before its later neurons"]
+        if problem := next((r for r in read if isinstance(r, str)), ""):
+            return Left(problem if calls == 1 else f"it is called {calls} times; {problem}")
+        layouts = [r for r in read if isinstance(r, Layout)]
+        if len(set(layouts)) > 1:
+            return Left(f"its {calls} calls are handed other frames each")
+        if convs.torchs_own(module) and layouts[0].dim >= max(1, leads):
+            return Left("time is among its channels")
+        return self._weighed(Shared(layouts[0], tuple(driven), notes=tuple(notes)))
+
+    def _weighed(self, found: Shared) -> Shared | Left:
+        """Return it with the decay of its first neuron, and a note where others decay otherwise."""
+        decays = {}
+        for name in found.neurons:
+            neuron, module = self.found.neurons[name], self.net.get_submodule(name)
+            if not neuron.is_known:
+                decays[name] = neuron.decay
+            elif not host.many_numbers(module):
+                decays[name] = float(host.decay(module, torch.float64))
+        first, notes = self.found.neurons[found.neurons[0]], list(found.notes)
+        known = {round(d, 4) for d in decays.values() if d is not None}
+        if len(known) > 1:
+            notes.append(f"its neurons decay by {sorted(known)}; the frames are weighed for {first.name!r}")
+        if first.spread > SPREAD:
+            notes.append(
+                f"decays of {first.name!r} differ by {first.spread:.2g} from element to element; their mean is taken"
+            )
+        decay = decays.get(first.name)
+        if decay is None:
+            notes.append(f"the decay of {first.name!r} is unknown: all frames of a group weigh the same")
+        needs_number = not first.is_known or first.name not in decays
+        return replace(found, decay=(1.0 if decay is None else decay) if needs_number else None, notes=tuple(notes))
+
+    def _are_alike(self, surveyed: Survey) -> None:
+        for name, found in self.found.shared.items():
+            try:
+                seen = likeness(self.net.get_submodule(name), surveyed.inputs[name][0], found.layout)
+            except Exception as error:
+                self.found.convolutions[name] = Left(f"it cannot be run alone ({type(error).__name__}: {str(error)[:80]})")
+                continue
+            kept = replace(found, plain=seen.plain)
+            self.found.convolutions[name] = Left(seen.problem) if seen.problem else kept
+
+    def _find_steps(self, surveyed: Survey) -> None:
+        """Run other batch sizes and other T, where rows are folded, and keep the rules that always find T."""
+        if not any(found.layout.folded for found in self.found.shared.values()):
+            return
+        examples = [self._example(surveyed)]
+        for other in steps.varied(self.arguments):
+            try:
+                seen = survey(self.net, other, self.looks_at)
+            except Exception as error:
+                shapes = steps.shapes_of(other)
+                self.found.notes.append(f"it does not run on {shapes}: {type(error).__name__}: {str(error)[:80]}")
+                continue
+            self._order(other, seen, surveyed)
+            examples.append(self._example(seen))
+        for name, found in self.found.shared.items():
+            if not found.layout.folded:
+                continue
+            of, rules = steps.rules(name, examples)
+            shown = [(e.rows[name], e.steps[name]) for e in examples if name in e.steps and name in e.rows]
+            notes = (*found.notes, "T was seen at one shape only") if len(shown) < 2 else found.notes
+            kept = replace(found, of=of, rules=rules, notes=notes)
+            unclear = Left(f"no rule finds T of a call: (rows, T) were {shown}")
+            self.found.convolutions[name] = kept if rules else unclear
+
+    def _example(self, seen: Survey) -> steps.Example:
+        """Return what a survey shows of T; a convolution's T is that of the first neuron that it drives."""
+        rows = {name: x[0].shape[0] for name, x in seen.inputs.items()}
+        known = {n: f.neurons[0] for n, f in self.found.shared.items() if f.neurons[0] in seen.neurons}
+        times = {name: seen.neurons[neuron].layout.T for name, neuron in known.items()}
+        return steps.Example(seen.shapes, rows, times)
+
+    def _order(self, arguments: tuple[Any, ...], seen: Survey, before: Survey) -> None:
+        """See the order of folded rows with more samples, where the example had one."""
+        unsure = [
+            name
+            for name, found in self.found.shared.items()
+            if found.layout.folded and found.layout.N == 1 and found.neurons[0] in seen.neurons
+            and seen.inputs[name][0].shape[0] != before.inputs[name][0].shape[0]
+            and seen.neurons[found.neurons[0]].layout.T == found.layout.T
+        ]  # fmt: skip
+        if not unsure:
+            return
+        coded = codes.code(self.net, arguments, seen.neurons, self.looks_at)
+        for name in unsure:
+            found = self.found.shared[name]
+            leads = _leads(self.net.get_submodule(name), coded.outputs[name][0])
+            read = coded.read(name, leads, found.neurons[0])[0]
+            if isinstance(read, str):
+                self.found.convolutions[name] = Left(f"with more samples, {read}")
+            else:
+                self.found.convolutions[name] = replace(found, layout=replace(read, T=found.layout.T, N=1))
+
+    def _compare_drives(self) -> None:
+        """Share all at k = 2, see how far drives are off; leave what then fails to run."""
+        found = self.found
+        try:
+            off = compare(self.net, self.arguments, found.sharings(2, self.net, approximate=True), found.neurons)
+        except Exception:
+            off = self._one_by_one()
+        for name, shared in found.shared.items():
+            largest = _largest(off, shared)
+            if largest is not None and not self._is_rounding(largest, shared):  # its own doing, or another convolution's?
+                largest = _largest(
+                    compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, found.neurons), shared
+                )
+            is_affine = largest is None or self._is_rounding(largest, shared)
+            found.convolutions[name] = replace(shared, off=largest, is_affine=is_affine)
+
+    def _is_rounding(self, off: float, shared: Shared) -> bool:
+        kind = self.found.neurons[shared.neurons[0]].drives.dtype
+        return off <= max(AFFINE, ROUNDINGS * torch.finfo(kind).eps)
+
+    def _one_by_one(self) -> dict[str, float]:
+        off: dict[str, float] = {}
+        for name, shared in self.found.shared.items():
+            try:
+                off |= compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, self.found.neurons)
+            except Exception as error:
+                self.found.convolutions[name] = Left(
+                    f"shared at k = 2, the net does not run ({type(error).__name__}: {str(error)[:80]})"
+                )
+        return off
+
+
+def _largest(off: dict[str, float], shared: Shared) -> float | None:
+    return max([off[n] for n in shared.neurons if n in off], default=None)
+
+
+def _leads(module: nn.Module, out: Tensor) -> int:
+    """Return how many dimensions an output has in front of [C, H, W]."""
+    own = [p.dim() for p in module.parameters(recurse=False)] or [p.dim() for p in module.parameters()]
+    return out.dim() - max(own) + 1
