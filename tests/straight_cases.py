@@ -91,3 +91,15 @@ CHANGES = {
     "a pool's stride": lambda net: [setattr(m, "stride", [1, 1]) for m in each(net, nn.MaxPool2d)],
     "k": lambda net: sj_tac.set_k(net, 3),
 }
+
+
+class Residual(nn.Module):
+    """Two chains, with a residual around the second."""
+
+    def __init__(self, one, two):
+        super().__init__()
+        self.one, self.two = one, two
+
+    def forward(self, x):
+        x = self.one(x)
+        return self.two[2](self.two[1](self.two[0](x)) + x)

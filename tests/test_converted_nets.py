@@ -177,50 +177,6 @@ def test_hooks_anywhere_see_what_the_unfused_net_shows_and_change_nothing(name, 
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9, msg=where)
 
 
-@pytest.mark.parametrize("mode", ["preserve", "collapse"])
-def test_a_part_of_the_net_called_alone_gives_frames(mode):
-    net, _ = build("chain")
-    fused, unfused = (sj_tac.convert(net, mode, 3, fuse=fuse) for fuse in (True, False))
-    with torch.no_grad():
-        for stop in (1, 2, 4, 6, 8, 10):
-            for fast in (fused, unfused):
-                functional.reset_net(fast)
-            y = fused[:stop](X)
-            assert y.shape[0] == 7
-            torch.testing.assert_close(y + 0, unfused[:stop](X), rtol=1e-9, atol=1e-9, msg=str(stop))
-
-
-def test_an_error_in_a_call_hands_nothing_to_the_next():
-    net, _ = build("chain")
-    fused, unfused = (sj_tac.convert(net, "preserve", 2, fuse=fuse) for fuse in (True, False))
-
-    def fail(module, args):
-        raise RuntimeError("planned")
-
-    with torch.no_grad():
-        handle = fused[11].register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="planned"):
-            fused(X)
-        handle.remove()
-        functional.reset_net(fused)
-        fused[0].register_forward_hook(lambda m, a, out: None)
-        torch.testing.assert_close(fused(X), unfused(X), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["chain", "spiking"])
-def test_calls_in_a_row_and_copies_go_on_where_the_last_one_stopped(name):
-    net, neurons = build(name)
-    fast = sj_tac.convert(net, "preserve", 2)
-    wanted = defined(net, fast, neurons)
-    with torch.no_grad():
-        for chunk in (X[:4], X[4:], X[:1]):
-            torch.testing.assert_close(fast(chunk), wanted(chunk), rtol=1e-9, atol=1e-9)
-        twin = copy.deepcopy(fast)
-        expected = wanted(X)
-        for each in (fast, twin):
-            torch.testing.assert_close(each(X), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_readers_that_want_different_groups_get_frames():
     net, neurons = build("sew")
     policy = {"default": {"k": 2}, "rules": [{"match": "down.0", "weights": "uniform"}, {"match": "last.0", "k": 4}]}
@@ -239,14 +195,6 @@ def test_a_drive_that_neurons_of_different_decay_read_is_weighted_for_the_first(
     net.last.tau = 3.0
     assert sj_tac.plan(net)["stem.0"].detail == "its drive reaches 2 neurons of different decay; weighted for 'spike'"
     check(net, "preserve", X, NETS["stem"][1])
-
-
-def test_mixed_weights_are_uniform_for_spikes_of_shared_drives_alone():
-    net, _ = build("chain")
-    mixed = sj_tac.convert(net, {"default": {"k": 3, "weights": "mixed"}})
-    rules = [{"match": "0", "weights": "decay"}]
-    told = sj_tac.convert(net, {"default": {"k": 3, "weights": "uniform"}, "rules": rules})
-    same(given(mixed, X), given(defined(net, told), X))
 
 
 @only_v2

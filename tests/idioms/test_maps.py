@@ -141,36 +141,3 @@ def test_values_gradients_and_voltages(which):
             functional.reset_net(fast)
             torch.testing.assert_close(fast(given), expected[0], rtol=0, atol=0)  # spikes
         assert given is not x or not torch.equal(expected[0], source[0])
-
-
-@pytest.mark.parametrize("which", ["roll by name", "product", "channels by index", "rows written"])
-def test_a_drive_stays_shared(which):
-    """Not frame by frame: as many frames reach the neuron's kernel as the convolution made."""
-    net = Between(*CARRIED[which]).eval()
-    x = frames(6, 3, 2, 8, 8)
-    fast = sj_tac.convert(net, k=2, example_input=x)
-    with torch.no_grad():
-        fast(x)
-    found = sj_tac.report(fast)
-    assert found["conv3"].last_read == "sums"
-    assert not found["conv2"].frames_made
-
-
-@pytest.mark.parametrize("change", [lambda s, x: x.roll(1, 4).flip(3), lambda s, x: s.shuffle(x.flatten(0, 1)).view_as(x)])
-def test_sums_of_spikes_pass_what_only_moves(change):
-    class Moving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.conv1, self.lif1 = conv(2, C), node("lif", v_threshold=0.2)
-            self.conv2, self.lif2 = conv(C, 4), node("lif", v_threshold=0.2)
-            self.shuffle = nn.ChannelShuffle(4)
-
-        def forward(self, x):
-            return self.lif2(self.conv2(change(self, self.lif1(self.conv1(x)))))
-
-    net, x = Moving().double().eval(), frames(6, 3, 2, 8, 8).double()
-    fast = sj_tac.convert(net, k=3, example_input=x)
-    with torch.no_grad():
-        torch.testing.assert_close(fast(x), by_hand(net, ["conv1", "conv2"], 3)(x), rtol=1e-9, atol=1e-10)
-    assert sj_tac.report(fast)["conv2"].last_read == "sums"

@@ -1,7 +1,7 @@
 """Convolution and ``fire`` in one kernel on the CPU: to the last bit its promised order of additions.
 
 The drives are compared with plain C (conv_cases.py) and with torch's own convolution; spikes, sums and voltages with the
-reference kernel's on those drives. In bfloat16: test_conv_launches_bfloat16.py.
+reference kernel's on those drives. In bfloat16 channels go in pairs, sums are in float32, and drives are rounded once.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from spikingjelly.activation_based import layer
 from support import node
 
 from sj_tac.kernels import fire as kernels
-from sj_tac.kernels.cpu import conv_launches
+from sj_tac.kernels.cpu import conv_launches, halves
 from sj_tac.kernels.cpu.conv_launches import ConvLaunch
 from sj_tac.kernels.layout import RUNS, is_channels_last
 from sj_tac.kernels.weights import group_lengths
@@ -25,6 +25,7 @@ from sj_tac.kernels.weights import group_lengths
 POOLS = [None, None, layer.MaxPool2d(2), layer.MaxPool2d(2, 2)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 compiled = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
+needed = pytest.mark.skipif(not halves.can_multiply_pairs(), reason="the processor does not compute in bfloat16")
 
 
 def convolved(inputs, outputs, kernel, frames, bias=True, density=1.0, lies=last):
@@ -140,10 +141,11 @@ def holds(case, dtype):
 
 
 @compiled
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needed)])
 @settings(max_examples=2 * settings().max_examples, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(space)
-def test_it_is_the_convolution_and_fire_to_the_last_bit(case):
-    holds(case, torch.float32)
+def test_it_is_the_convolution_and_fire_to_the_last_bit(dtype, case):
+    holds(case, dtype)
 
 
 SHAPES = [
@@ -240,3 +242,13 @@ def test_convolutions_that_the_kernel_does_not_know(change, options, shape, monk
     of = dict(zip(("frames", "filters", "bias"), exact(), strict=True))
     assert conv_launches.convolution(**of, options=OPTIONS, shape=SHAPE)[:10] == (2, 8, 8, 3, 3, 1, 1, 1, 1, False)
     assert conv_launches.convolution(**of | change, options=options, shape=shape) is None
+
+
+def test_bfloat16_needs_a_processor_that_computes_so(monkeypatch):
+    monkeypatch.setattr(conv_launches, "_is_torchs", lambda *_: True)
+    for can in (True, False):
+        monkeypatch.setattr(conv_launches, "_KINDS", {})
+        monkeypatch.setattr(halves, "can_multiply_pairs", lambda can=can: can)
+        assert (conv_launches.convolution(*exact(), OPTIONS, SHAPE, torch.bfloat16) is not None) is can
+        assert conv_launches.convolution(*exact(), OPTIONS, SHAPE) is not None
+        assert conv_launches.convolution(*exact(), OPTIONS, SHAPE, torch.float16) is None

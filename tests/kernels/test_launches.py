@@ -4,9 +4,7 @@ CPU tensors stand for CUDA ones (stub_cuda.py).
 """
 
 import copy
-from itertools import product
 
-import pairs
 import pytest
 import shim
 import stub_cuda
@@ -68,22 +66,6 @@ def test_drives_of_different_lengths_are_refused_and_not_guessed(device):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"as many steps on each drive, fewer on the last; got \[1, 2, 1\]"):
         launches.forward("cupy", o)
-
-
-RESIDUALS = [(False, layer.MaxPool2d(2), torch.bfloat16), (True, layer.MaxPool2d(3, 2, 1), torch.float32)]
-if pairs.EXHAUSTIVE:
-    pools = None, layer.MaxPool2d(2), layer.MaxPool2d(3, 2, 1)
-    RESIDUALS = list(product([False, True], pools, [torch.float32, torch.bfloat16]))
-
-
-@pytest.mark.parametrize(("last", "pool", "dtype"), RESIDUALS)
-def test_residuals_by_the_kernels_themselves(device, last, pool, dtype):
-    torch.manual_seed(0)
-    options = {"steps": 20, "v": torch.randn(2, 4, 4, 4).mul(0.2), "pool": pool}
-    options |= {"residual": drives(20, 2, 4, 4, 4).to(dtype)}
-    options |= {"scale": torch.rand(4).add(0.5), "shift": torch.randn(4).mul(0.3)}
-    y = drives(7, 2, 4, 4, 4, last=last).to(dtype)
-    assert_is_the_reference("cupy", y, node("plif", v_threshold=0.4), 3, options)
 
 
 def large_norm(weight):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -77,16 +76,6 @@ def wrapped(forward):
     return call
 
 
-def lying(forward):
-    """Says that it takes what it wraps."""
-
-    @functools.wraps(forward)
-    def call(self, x):
-        return forward(self, x, 1.0)
-
-    return call
-
-
 def bare(forward):
     return lambda *args, **kwargs: forward(*args, **kwargs)
 
@@ -103,20 +92,10 @@ class Wrapped(Base):
         return self.run(x, *rest, **more) * scale
 
 
-class Lying(Base):
-    @lying
-    def forward(self, frames, scale):
-        return self.run(frames, scale)
-
-
 class Bare(Base):
     @bare
     def forward(self, x):
         return self.run(x)
-
-
-class Partial(Base):
-    forward = functools.partialmethod(Base.run, scale=1.0)
 
 
 class Property(Base):
@@ -131,13 +110,7 @@ class Assigned(Base):
         self.forward = functools.partial(self.run, scale=1.0)
 
 
-class Patched(Rectified):
-    def __init__(self):
-        super().__init__()
-        self.forward = types.MethodType(Plain.forward, self)
-
-
-AROUND = {kind.__name__: kind for kind in (NoGrad, Wrapped, Lying, Bare, Partial, Property, Assigned, Patched)}
+AROUND = {kind.__name__: kind for kind in (NoGrad, Wrapped, Bare, Property, Assigned)}
 
 # ---- what a forward does with its values -----------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from idioms.test_idioms import IDIOMS, make
-from support import conv, csnn, frames, no_collapse, node
-from torch import nn
+from support import csnn, frames, no_collapse
 
 import sj_tac
 from sj_tac import host
@@ -63,39 +62,3 @@ def test_each_layer_did_what_it_did_before(name):
 
 if __name__ == "__main__":
     TABLE.write_text(json.dumps({name: rows_of(name) for name in [*CHAINS, *IDIOMS]}, indent=1) + "\n")
-
-
-class Forked(nn.Module):
-    """Spikes for two convolutions, and behind one of these another."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.convs = nn.ModuleList([conv(2, 4), conv(4, 4), conv(4, 4), conv(4, 4)])
-        self.lifs = nn.ModuleList([node("lif", v_threshold=0.3) for _ in self.convs])
-
-    def forward(self, x):
-        spikes = self.lifs[0](self.convs[0](x))
-        a, b = (self.lifs[i](self.convs[i](spikes)) for i in (1, 2))
-        return self.lifs[3](self.convs[3](a)), b
-
-
-class Summed(Forked):
-    """Spikes of two neurons, added, and behind them another convolution."""
-
-    def forward(self, x):
-        a, b = (self.lifs[i](self.convs[i](x)) for i in (0, 1))
-        return self.lifs[3](self.convs[3](self.lifs[2](self.convs[2](a + b))))
-
-
-def test_sums_are_made_behind_spikes_of_two_neurons_that_are_added():
-    net = Summed()
-    net.convs[1] = conv(2, 4)
-    fast = sj_tac.convert(net.eval(), "preserve", 2, example_input=frames(6, 2, 2, 8, 8))
-    assert [v.reads for v in sj_tac.report(fast).converted] == ["frames", "frames", "sums", "sums"]
-
-
-def test_sums_are_made_behind_a_fork_whose_readers_want_different_ones():
-    policy = {"default": {"mode": "preserve", "k": 2}, "rules": [{"match": "convs.2", "k": 3}]}
-    fast = sj_tac.convert(Forked().eval(), policy, example_input=frames(6, 2, 2, 8, 8))
-    assert [v.reads for v in sj_tac.report(fast).converted] == ["frames", "frames", "frames", "sums"]

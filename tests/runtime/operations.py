@@ -225,6 +225,7 @@ FRAMES = {
     "put in inference mode": lambda x, y, g: put_in_inference_mode(x),
     "put after a Function": lambda x, y, g: put_after_a_function(x, g),
     "put within a checkpoint": lambda x, y, g: put_within_a_checkpoint(x, g),
+    "put into a buffer": lambda x, y, g: put(x.new_zeros(T, N, C, SIZE, SIZE), slice(2, None), x[2:]),
 }
 # The same of [T * N, C, H, W].
 FOLDED = {

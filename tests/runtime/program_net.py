@@ -201,6 +201,17 @@ def put(name: str, make: Any) -> Any:
     return edit
 
 
+def another_blocks(name: str) -> Any:
+    def edit(net: Any, index: int) -> None:
+        setattr(net.blocks[index], name, getattr(net.blocks[index - 1], name))
+
+    return edit
+
+
+def other_order(net: Any, index: int) -> None:
+    net.blocks[index], net.blocks[index - 1] = net.blocks[index - 1], net.blocks[index]
+
+
 def other_tau(net: Any, index: int) -> None:
     made = net.blocks[index].node
     made.tau, made.v_threshold = 3.0, getattr(made, "v_threshold", 1.0) * 0.75
@@ -216,6 +227,11 @@ EDITS = {
     "new conv": put("conv", lambda: conv(C, C)),
     "no neuron": put("node", nn.Identity),
     "no conv": put("conv", nn.Identity),
+    "no norm": put("norm", nn.Identity),
+    "no block": lambda net, index: setattr(net.blocks, str(index), nn.Identity()),
+    "a pool of means": put("pool", lambda: layer.AvgPool2d(3, 1, 1, step_mode="m")),
+    "another block's neuron": another_blocks("node"),
+    "another order": other_order,
     "freeze": lambda net, index: net.blocks[index].requires_grad_(False),
     "another tau": other_tau,
     "hook reads": lambda net, index: net.blocks[index].register_forward_hook(look),

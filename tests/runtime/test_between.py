@@ -149,50 +149,6 @@ def test_a_trained_number_has_the_gradient_that_the_host_gives_it(name, k):
         agree(trained(fused, frames()), trained(net, frames()))
 
 
-def tokens():
-    torch.manual_seed(0)
-    given = {"v_threshold": 0.1, "surrogate_function": surrogate.ATan()}
-    net = nn.Sequential(
-        layer.Conv1d(2, 4, 3, padding=1), neuron.LIFNode(**given), layer.Conv1d(4, 4, 3, padding=1), neuron.LIFNode(**given),
-        layer.Flatten(), layer.Linear(32, 6), neuron.LIFNode(**given),
-    )  # fmt: skip
-    functional.set_step_mode(net, "m")
-    return net.double(), (torch.rand(6, 2, 2, 8) < 0.4).double()
-
-
-NETS = {"maps": lambda: (Net(), frames()), "tokens": tokens}
-
-
-@pairs.parametrize(make=NETS, k=[1, 2], recorded=[True, False])
-def test_truncated_backpropagation_detaches_voltages_in_place(make, k, recorded):
-    net, x = NETS[make]()
-    results = []
-    for converted in both(net, k):
-        functional.reset_net(converted)
-        outputs = []
-        for _ in range(3):
-            with torch.set_grad_enabled(recorded):
-                y = converted(x)
-            if recorded:
-                y.square().sum().backward()
-            outputs.append(y.detach().clone())
-            functional.detach_net(converted)
-        results.append([torch.stack(outputs), *(p.grad for p in converted.parameters() if recorded)])
-    assert 0.02 < results[0][0].mean() < 0.7
-    torch.testing.assert_close(*results)
-
-
-def test_a_call_without_gradients_before_one_that_trains_without_a_reset():
-    results = []
-    for net in both(Net(neuron.ParametricLIFNode, lambda net, x: x * 0.5)):
-        with torch.no_grad():
-            net(frames())
-        y = net(frames(seed=2))
-        y.sum().backward()
-        results.append([y.detach(), *(p.grad for p in net.parameters())])
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_frames_of_whole_numbers_are_told_what_to_become(backend):
     fused = sj_tac.convert(Net().float(), "preserve", 2, backend=backend)
@@ -281,20 +237,6 @@ def test_the_gradient_of_what_was_written_is_to_be_had():
     same(run(fused, frames()), run(defined, frames()))
     assert defined.seen.grad.abs().max() > 0
     torch.testing.assert_close(fused.seen.grad, defined.seen.grad, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize(("index", "value"), [((..., 0), torch.ones(5)), ((slice(None), slice(None), 4), 1.0)])
-def test_what_does_not_fit_is_torchs_own_error(index, value):
-    def change(net, x):
-        x[index] = value
-        return x
-
-    found = []
-    for net in written(change):
-        with pytest.raises((RuntimeError, IndexError)) as error, torch.no_grad():
-            net(frames())
-        found.append((error.type, str(error.value)))
-    assert found[0] == found[1]
 
 
 def test_spikes_that_are_written_after_they_were_added_to_drives():

@@ -6,7 +6,7 @@ Each call is compared with the definition on T frames, outputs, gradients and vo
 import pytest
 import torch
 from definition import Setting, define, margins, planned_neurons
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from spikingjelly.activation_based import functional, layer
 from support import conv, node, norm
 from torch import nn
@@ -117,18 +117,6 @@ def call(net, x, grad):
     return {"y": y.detach()}, gradients, voltages
 
 
-SHORT = [2, 1, 3, 4, 6, 9]
-
-
-@pytest.mark.parametrize(("join", "spikes"), [("sum", "count"), ("cat", "binary")])
-def test_branches_of_other_rates_are_frames_in_every_call(join, spikes):
-    """Two and four steps to a frame: in a call of two the groups are equal, and the region ends there all the same."""
-    net = made(join)
-    own = {**collapse(1), "mode": "preserve"}
-    policy = policy_of(a=collapse(2, spikes), b=collapse(4, spikes), c=own, d={**own, "k": 4})
-    check(net, policy, [2, 1, 3, 4, 6, 9])
-
-
 def test_one_step_of_many_frames_is_told_from_one_of_more():
     """Three frames to a step, and nine: seven frames are one step of either."""
     net = made(deeper=True)
@@ -136,25 +124,6 @@ def test_one_step_of_many_frames_is_told_from_one_of_more():
     check(net, policy_of(a=binary, more=binary, b=collapse(9, "binary")), [7, 9, 10])
     check(net, policy_of(a=binary, more=binary, b=binary, c=binary), [7, 2, 28])
     check(net, policy_of(a=binary, more=collapse(3), b=binary, c=binary), [3, 7, 10])
-
-
-def test_a_reader_of_no_whole_number_of_steps_is_refused():
-    """k = 3 behind frames of two steps."""
-    net = made()
-    policy = policy_of(a=collapse(2), b=collapse(2), c={**collapse(3), "mode": "preserve"})
-    with pytest.raises(PolicyError, match="K_NOT_WHOLE"):
-        sj_tac.convert(net, policy)
-
-
-@pytest.mark.parametrize(("behind", "spikes"), [*zip(BEHIND, ["count", "binary"] * 2, strict=False)])
-def test_what_a_mark_passes(behind, spikes):
-    net, one = made(behind=behind), collapse(2, spikes)
-    check(net, policy_of(a=one, b=one, d=collapse(2)), [5, 1, 4])
-
-
-def test_spikes_side_by_side_are_read_as_what_each_of_them_sums():
-    same_k = {**collapse(2), "mode": "preserve"}
-    check(made("cat"), policy_of(a=same_k, b=same_k, c=same_k, d=same_k), [5, 1, 4])
 
 
 @pytest.mark.parametrize("spikes", ["count", "binary"])
@@ -167,7 +136,21 @@ def test_a_kept_transposed_convolution_carries_the_mark_on(spikes):
     check(net, policy, [5, 1])
 
 
+SHORT = [2, 1, 3, 4, 6, 9]
+OWN = {**collapse(1), "mode": "preserve"}
+# Two and four steps to a frame: in a call of two the groups are equal, and the region ends there all the same.
+TWO_AND_FOUR = {"a": collapse(2), "b": collapse(4), "c": OWN, "d": OWN | {"k": 4}}
+IN_BINARY = TWO_AND_FOUR | {"a": collapse(2, "binary"), "b": collapse(4, "binary")}
+# A mark that passes what stands between.
+ONE, ONE_IN_BINARY = ({"a": collapse(2, how), "b": collapse(2, how), "d": collapse(2)} for how in ("count", "binary"))
+
+
 @settings(max_examples=settings().max_examples // 2, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@example(TWO_AND_FOUR, "sum", "nothing", SHORT, 0)
+@example(IN_BINARY, "cat", "nothing", SHORT, 0)
+@example(ONE, "sum", "a mean", [5, 1, 4], 0)
+@example(ONE_IN_BINARY, "sum", "a printed shape", [5, 1, 4], 0)
+@example(dict.fromkeys("abcd", OWN | {"k": 2}), "cat", "nothing", [5, 1, 4], 0)
 @given(
     st.fixed_dictionaries(dict.fromkeys("abcd", RULES)),
     st.sampled_from(["sum", "cat"]),

@@ -14,7 +14,7 @@ import stub_cuda
 import torch
 from conv_cases import last
 from spikingjelly.activation_based import functional, layer, neuron
-from straight_cases import NEURONS, POOLS, awake, compare, each
+from straight_cases import NEURONS, POOLS, Residual, awake, compare, each
 from torch import nn
 
 import sj_tac
@@ -149,74 +149,11 @@ def test_options_of_the_convolution(both, options, k):
     assert count() - before in ((2, 4) if options == "stride" else (6,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if pairs.EXHAUSTIVE else [torch.bfloat16])
-def test_half_nets(device, dtype):
-    """Their drives are rounded as those that a convolution writes."""
-    net, x = converted(source(pool=POOLS["2x2"])).to(dtype), frames(6).to(dtype)
-    before = count()
-    with torch.no_grad():
-        found = net(x).clone()
-        assert count() == before + 3
-        assert found.dtype is dtype
-        functional.reset_net(net)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(conv_fire.VARIABLE, "0")
-            assert torch.equal(net(x), found)
-    assert count() == before + 3
-    assert 0.02 < found.float().mean() < 0.9
-
-
-def nothing(*_):
-    """What a hook gives that gives nothing back."""
-
-
-# By hooks on the second convolution of a net.
-BETWEEN = {
-    "its frames are written": lambda net: net[3].register_forward_hook(lambda m, a, out: nothing(a[0].mul_(0))),
-    "its drives are scaled": lambda net: net[3].register_forward_hook(lambda m, a, out: out * 1.5),
-    "its drives are scaled in place": lambda net: net[3].register_forward_hook(lambda m, a, out: out.mul_(1.5)),
-    "its weights are changed": lambda net: net[3].register_forward_hook(lambda m, a, out: nothing(m.weight.data.mul_(2))),
-    "the net's frames are written": lambda net: net[0].register_forward_hook(lambda m, a, out: nothing(a[0].zero_())),
-}
-
-
-@pairs.parametrize("both", both=FEW, change=BETWEEN, mode=[torch.no_grad, torch.inference_mode])
-def test_what_happens_between_the_convolution_and_its_neuron(both, change, mode, monkeypatch):
-    """Hooks that write into inputs, weights and drives: as in the same net without the kernel."""
-    net, before = converted(source()), count()
-    weight = net[3].weight.data.clone()
-    BETWEEN[change](net)
-    with mode():
-        found = net(frames()).clone()
-        voltages = [net[i].v.clone() for i in (2, 5, 8)]
-        assert count() > before
-        monkeypatch.setenv(conv_fire.VARIABLE, "0")
-        functional.reset_net(net)
-        net[3].weight.data.copy_(weight)
-        expected = net(frames())
-    assert 0 < expected.mean() < 1
-    assert torch.equal(found, expected)
-    for ours, i in zip(voltages, (2, 5, 8), strict=True):
-        torch.testing.assert_close(ours, net[i].v)
-
-
-class Block(nn.Module):
-    """Two chains with a residual around the second."""
-
-    def __init__(self, one, two):
-        super().__init__()
-        self.one, self.two = one, two
-
-    def forward(self, x):
-        x = self.one(x)
-        return self.two[2](self.two[1](self.two[0](x)) + x)
-
-
 def test_a_residual_is_added_without_the_kernel(both):
     two = source(layers=1)
     two[0] = layer.Conv2d(4, 4, 3, padding=1, bias=False, step_mode="m")
     two[0].weight.data = torch.randint(-8, 9, (4, 4, 3, 3)) / 16
-    net, before = converted(Block(source(layers=1), two).eval()), count()
+    net, before = converted(Residual(source(layers=1), two).eval()), count()
     assert 0.02 < compare(net, frames()) < 0.9
     assert count() == before + 2, "the first block's layer alone, twice"
 
@@ -229,10 +166,11 @@ def ran(net, x):
 
 
 @pytest.mark.filterwarnings("ignore:the CUDA kernels compute in float32")
-def test_who_gets_no_kernel(device, monkeypatch):
-    """Gradients, a profiler, frames with gaps, other dtypes, overridden convolutions, backends: as before."""
+def test_who_gets_no_kernel(both, monkeypatch):
+    """Gradients, a profiler, frames with gaps, other dtypes, overridden convolutions, backends, a collapse: as before."""
     net, x, one = converted(source()), frames(), dict(layers=1)
     assert ran(net, x)
+    assert {v.kernel.partition(", ")[2] for v in sj_tac.report(net).converted} == {"fused with its convolution"}
     before = count()
     net(x)
     assert count() == before, "somebody may differentiate"
@@ -244,15 +182,41 @@ def test_who_gets_no_kernel(device, monkeypatch):
     assert not ran(each_frame, x.mT)
     assert not ran(converted(source(), 1).double(), x.double())
     assert not ran(converted(source(), backend="reference"), x)
+    assert not ran(sj_tac.convert(source(**one), "collapse", 2), x)
     for change in (
         {"padding_mode": "circular", "_reversed_padding_repeated_twice": [1, 1, 1, 1]}, {"padding": "same"},
-        {"_conv_forward": lambda x, w, b: torch.conv2d(x, 2 * w, b, padding=1)},
+        {"dilation": (2, 2)}, {"_conv_forward": lambda x, w, b: torch.conv2d(x, 2 * w, b, padding=1)},
     ):  # fmt: skip
         other = converted(source(**one))
         other[0].__dict__.update(change)
         assert not ran(other, x)
     monkeypatch.setenv(conv_fire.VARIABLE, "0")
     assert not ran(net, x)
+
+
+def test_who_gets_no_kernel_on_the_cpu(cpu, monkeypatch):
+    net, x = converted(source(layers=1)), frames()
+    for owner, name, value in (
+        (deferred, "LARGE_FOR_ONE", 1 << 60), (conv_launches, "_is_torchs", lambda *_: False),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(conv_launches, "_KINDS", {})
+            patch.setattr(owner, name, value)
+            assert not ran(net, x), name
+    with torch.autocast("cpu", torch.float16):
+        assert not ran(net, x)
+    assert ran(converted(source(layers=1)), x)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_frames_of_any_memory_format(cpu, k):
+    """The net's is channels_last; pixels that lie in reverse, a view of every other frame, a still image."""
+    net, x = converted(source(), k), frames(12)
+    gaps = x.contiguous()[::2], x[:1].contiguous().expand(6, -1, -1, -1, -1)
+    for some in (x, x.contiguous(), x.flip(-1), *gaps):
+        before = count()
+        assert 0.02 < compare(net, some) < 0.9
+        assert count() - before == (4 if k == 1 and any(some is other for other in gaps) else 6)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from spikingjelly.activation_based import functional, layer
-from straight_cases import NEURONS, POOLS, awake, compare, each
+from straight_cases import NEURONS, POOLS, Residual, awake, compare, each
 from support import large_convolutions
 from torch import nn
 
@@ -65,23 +65,12 @@ def test_parts_give_what_the_whole_gives(kind, pool, last, k, parts):
     assert max(parts) > 1
 
 
-class Block(nn.Module):
-    """Two chains with a residual around the second."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.one, self.two = awake(layers=1), awake(layers=1)
-        self.two[0] = layer.Conv2d(8, 8, 3, **{"padding": 1, "bias": False, **options}, step_mode="m")
-
-    def forward(self, x):
-        x = self.one(x)
-        return self.two[2](self.two[1](self.two[0](x)) + x)
-
-
 @pytest.mark.parametrize("options", [{"groups": 2}, {"dilation": 2, "padding": 2}, {"bias": True}], ids=str)
 def test_a_residual_and_options_of_the_convolution(options, parts):
     torch.manual_seed(0)
-    assert compare(converted(2, Block(**options)), frames(), exact=False) > 0.02
+    net = Residual(awake(layers=1), awake(layers=1))
+    net.two[0] = layer.Conv2d(8, 8, 3, **{"padding": 1, "bias": False, **options}, step_mode="m")
+    assert compare(converted(2, net), frames(), exact=False) > 0.02
     assert max(parts) > 2
 
 
@@ -163,15 +152,3 @@ def test_who_gets_no_part(monkeypatch):
         other[0].__dict__.update(change)
         assert not deferred_by(other, frames())
     assert deferred_by(net, frames())
-
-
-@pytest.mark.parametrize(("shape", "groups", "wanted"), [
-    ((8, 4, 128, 64, 64), 1, (1, 64)), ((2, 16, 128, 32, 32), 1, (8, 128)), ((8, 6, 128, 16, 16), 1, (6, 128)),
-    ((64, 1, 100, 64, 64), 1, (1, 100)), ((16, 1, 128, 128, 128), 32, (1, 128)),
-])  # fmt: skip
-def test_the_size_of_a_part(shape, groups, wanted, monkeypatch):
-    for name, value in {"PART": 8 << 20, "FEWEST": 64, "FEWEST_OF_FEW": 32}.items():
-        monkeypatch.setattr(deferred, name, value)
-    options = deferred.Options((1, 1), (1, 1), (1, 1), groups)
-    made = deferred.Deferred(torch.empty(0), (torch.empty(128, 128, 3, 3), None), options, shape)
-    assert made.size_of_part() == wanted

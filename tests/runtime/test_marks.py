@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sj_tac
+from sj_tac.errors import StaleValueError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning"),
@@ -136,20 +137,26 @@ def test_what_is_made_of_spikes_in_front_of_a_pool(name, spikes):
     agree(net, {"default": {"mode": "collapse", "k": 2, "spikes": spikes}}, X, edit)
 
 
-@pytest.mark.parametrize("name", ["scaled", "moved", "doubled in place", "not linear"])
-def test_what_a_hook_makes_of_spikes_in_front_of_a_pool_of_averages(name):
-    class Pooled(Net):
-        def __init__(self):
-            super().__init__()
-            self.pool, self.linear = layer.AvgPool2d(2, step_mode="m"), layer.Linear(C * 16, 8, step_mode="m")
-
-        def forward(self, x):
-            return self.lif2(self.linear(self.pool(self.lif1(self.conv1(x))).flatten(2)))
-
-    def edit(net):
-        net.lif1.register_forward_hook(lambda m, args, out: FRAMES[name](out, None, None))
-
-    agree(made(Pooled()), {"default": {"mode": "collapse", "k": 3}}, X, edit)
+@pytest.mark.parametrize("look", ["retain_grad", "register_hook", "data_ptr"])
+@pytest.mark.parametrize("between", [(), (layer.Dropout(0.5, step_mode="m"),)], ids=["pool", "dropout, pool"])
+def test_the_gradient_of_steps_that_a_pool_takes_means_of_is_refused(look, between):
+    """Nothing reads these frames: every step is pooled, and only then the mean is taken."""
+    torch.manual_seed(0)
+    pool, asked = layer.MaxPool2d(2, step_mode="m"), {"register_hook": (lambda g: None,)}.get(look, ())
+    net = made(nn.Sequential(conv(2, C), node("lif"), *between, pool, conv(C, C), node("lif")))
+    for mode in ("collapse", "preserve"):
+        fast = sj_tac.convert(net, mode, 4)
+        before, seen = run(fast, X), []
+        handle = fast[1].register_forward_hook(lambda m, args, out: (getattr(out, look)(*asked), None)[1])
+        if mode == "collapse":
+            with pytest.raises(StaleValueError, match=f"{look}: behind a collapse, the mean of these steps"):
+                run(fast, X)
+        else:
+            same(run(fast, X), before)
+        handle.remove()
+        fast[1].register_forward_hook(lambda m, args, out, seen=seen: (seen.append(out.sum().item()), None)[1])
+        same(run(fast, X), before)
+        assert seen[0] > 0
 
 
 class Residual(Net):
@@ -225,24 +232,30 @@ def test_gradients_that_are_kept_are_those_of_each_frame(folds):
 
 @pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=only_v2)])
 @pytest.mark.parametrize("name", ["copy of its dtype", "beside itself, by names"])
-def test_a_checkpoint_runs_a_neuron_again_as_it_was(name, reentrant):
-    """Autograd runs the part outside of the net's call; what the trace says of it holds there, too."""
+@pytest.mark.parametrize("policy", ["count", "preserve"])
+def test_a_checkpoint_runs_a_neuron_again_as_it_was(policy, name, reentrant):
+    """Autograd runs the part outside of the net's call; what the trace says of it holds there, too.
+
+    In the net that preserves, two parts are one behind the other.
+    """
 
     class Again(Net):
         reentrant = None
 
-        def part(self, x):
-            functional.reset_net(self.lif2)  # it runs twice
-            return self.lif2(FRAMES[name](self.conv2(x), None, None))
+        def part(self, x, conv, lif):
+            functional.reset_net(lif)  # it runs twice
+            return lif(FRAMES[name](conv(x), None, None))
 
         def forward(self, x):
-            x = self.lif1(self.conv1(x))
-            return self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
+            x, how = self.lif1(self.conv1(x)), {"use_reentrant": self.reentrant}
+            for part in ((self.conv2, self.lif2), (self.conv3, self.lif3))[: 1 if policy == "count" else 2]:
+                x = self.part(x, *part) if self.reentrant is None else checkpoint(self.part, x, *part, **how)
+            return x
 
     expected = None
     for fuse in (True, False):
         net = made(Again())
-        net = sj_tac.convert(net, POLICIES["count"], example_input=X, fuse=fuse)
+        net = sj_tac.convert(net, POLICIES.get(policy, policy), example_input=X, fuse=fuse)
         for net.reentrant in (None, reentrant):
             found = run(net, X, Way("input"))
             found.voltages = {}  # of what autograd runs again as far as it needs

@@ -102,25 +102,6 @@ def test_statistics_that_move_before_the_backward_do_not_move_its_gradients():
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("k", "mode", "frozen"), [(1, torch.no_grad, False), (2, torch.inference_mode, True)])
-def test_gradients_after_a_call_without(k, mode, frozen):
-    fast = sj_tac.convert(net(), "preserve", k)
-    plain, x = sj_tac.convert(net(), "preserve", k, fuse=False), clip(4)
-    with mode():
-        fast(x)
-    for model in (fast, plain):
-        for parameter in model[1].parameters():
-            parameter.requires_grad_(not frozen)
-        model.train()  # the older host differentiates no neuron in eval mode
-        sj_tac.freeze_bn(model)
-        functional.reset_net(model)
-        model(x).sum().backward()
-    assert (fast[1].weight.grad is None) is frozen
-    for a, b in zip(fast.parameters(), plain.parameters(), strict=True):
-        assert a.grad is None or a.grad.abs().sum() > 0
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(("k", "training", "fuse"), [(2, True, True), (4, False, True), (2, True, False)])
 def test_one_map_in_channels_last_has_the_gradients_of_a_contiguous_one(k, training, fuse):
     """torch alone is wrong there: of one sample, whose batch has the stride that a view gives it."""

@@ -88,24 +88,6 @@ def test_of_a_returned_feature_whose_sums_were_read_it_is_said_once_that_its_gra
         fast(X)
 
 
-def test_the_gradient_of_a_feature_that_the_trace_saw_returned_is_the_definitions(source):
-    traced = copy.deepcopy(source)
-    traced.returns = True
-    found = []
-    for fuse in (True, False):
-        net = sj_tac.convert(copy.deepcopy(traced), k=2, fuse=fuse, example_input=X)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            z, y = net(X)
-            y.retain_grad()
-            y.register_hook(lambda gradient: gradient * 3)
-        z.square().sum().backward()
-        found.append((y.grad, net.a[0].weight.grad))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
-    assert found[0][0].abs().max() > 0
-
-
 class Folded(nn.Module):
     """Time is folded into the batch; ``kept``: how a part is checkpointed."""
 

@@ -154,28 +154,3 @@ def test_a_build_of_torch_that_refuses(monkeypatch):
         net = settled(converted(), frames())
         assert known(net) == ALL_PLAIN
         compare(net, frames())
-
-
-@pytest.mark.parametrize("setting", ["threads", "onednn"])
-def test_settings_of_torchs_that_change_its_convolutions(setting):
-    net, x = packed()
-    threads = torch.get_num_threads()
-    try:
-        if setting == "threads":
-            torch.set_num_threads(threads + 1)
-        else:
-            torch.backends.mkldnn.set_flags(False)
-        for _ in range(3):
-            compare(net, x)
-        assert len(net[0]._tac.packing.calls) == 2
-        assert (packing.PLAIN in known(net)[0]) is (setting == "onednn")
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.mkldnn.set_flags(True)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("batch", "expected"), [(4, ALL_PACK), (5, ALL_PLAIN)])
-def test_weights_are_laid_out_for_maps_of_at_most_1024_places(batch, expected):
-    """Of sums of 8 frames at k=2: 4 x 4 maps of 8 x 8 are 1,024 places, and pay."""
-    assert known(settled(converted(), frames(8, batch, 8))) == expected

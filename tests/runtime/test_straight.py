@@ -4,6 +4,7 @@ import pytest
 import torch
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from straight_cases import CHANGES, NEURONS, POOLS, awake, compare, each, launches
+from support import frames
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -163,3 +164,46 @@ def test_calls_with_gradients_in_inference_mode_and_without_take_turns():
     assert all(g.abs().max() > 0 for g in gradients[0])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+# ---- lines, [T, N, C, L], as transformers have them ----------------------------------------------------------------------
+C = 8
+
+
+class Lines(nn.Module):
+    """Three chains of Conv1d, one of which drives its neuron together with a residual."""
+
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(layer.Conv1d(C if i else 2, C, 3, padding=1, bias=i == 1) for i in range(3))
+        self.norms = nn.ModuleList(layer.BatchNorm1d(C) for i in range(3))
+        self.nodes = nn.ModuleList(make() for _ in range(3))
+        for norm in self.norms:
+            norm.running_mean.uniform_(-0.2, 0.2)
+            norm.running_var.uniform_(0.02, 0.1)
+            nn.init.uniform_(norm.bias, 0.0, 0.6)
+        functional.set_step_mode(self, "m")
+        self.eval()
+
+    def forward(self, x):
+        for i, (conv, norm, node) in enumerate(zip(self.convs, self.norms, self.nodes, strict=True)):
+            y = norm(conv(x))
+            x = node(y + x if i == 2 else y)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "dtype"), [("LIF", 2, torch.float32), ("LIF", 1, torch.float64), ("PLIF", 2, torch.float32)]
+)
+def test_lines(kind, k, dtype):
+    """Voltages have the host's shape, and are no views, which nobody could detach in place."""
+    net = sj_tac.convert(Lines(NEURONS[kind]).to(dtype), "preserve", k)
+    rates = [compare(net, frames(*shape).to(dtype)) for shape in ((6, 2, 2, 10), (5, 2, 2, 10), (6, 3, 2, 7), (6, 4, 2, 1))]
+    assert all(0.005 < rate < 0.9 for rate in rates), rates
+    assert launches(net) == 12
+    with torch.no_grad():
+        net(frames(6, 2, 2, 10).to(dtype))
+    assert [node.v.shape for node in net.nodes] == [(2, C, 10)] * 3
+    functional.detach_net(net)
+    assert not any(node.v._is_view() for node in net.nodes)

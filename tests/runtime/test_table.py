@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import CLOSE, Way, agree, run, same
-from operations import FOLDED, FRAMES, SIZE, C, N, T
+from operations import FOLDED, FRAMES, SIZE, C, N, T, put
 from support import awake, conv, node, norm
 from torch import nn
 
@@ -210,6 +210,8 @@ def test_an_operation_works_on_groups_and_makes_no_frames(name):
         lambda x: x + torch.ones(7),
         lambda x: x.mean(9),
         lambda x: x.split(0, 2),
+        lambda x: put(x, (..., 0), torch.ones(5)),
+        lambda x: put(x, (slice(None), slice(None), C), 1.0),
     ],
 )
 def test_what_torch_refuses_is_refused_in_its_words(refused):

@@ -7,9 +7,8 @@ import warnings
 
 import pytest
 import torch
-from comparing import Way, run, same
-from spikingjelly.activation_based import base, functional, layer, neuron
-from support import awake, conv, csnn, frames, node, norm, only_v2
+from spikingjelly.activation_based import base, functional, neuron
+from support import conv, csnn, frames, node, norm, only_v2
 from torch import Tensor, nn
 
 import sj_tac
@@ -144,26 +143,3 @@ def test_a_net_by_its_states_and_in_memopts_checkpoints_is_the_net(policy, fuse)
 
 
 # ---- containers ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("steps", "pool", "fuse"), [(9, False, True), (9, True, False), (5, True, True), (5, False, False)])
-def test_a_norm_in_a_container_weighs_drives_by_their_frames(steps, pool, fuse):
-    torch.manual_seed(0)
-    inside = [nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), *([nn.AvgPool2d(2)] * pool)]
-    source = nn.Sequential(layer.SeqToANNContainer(*inside), node("lif")).double().eval()
-    x = torch.rand(steps, 3, 2, 9, 8, dtype=torch.float64)
-    x *= torch.linspace(0.2, 2, steps, dtype=torch.float64).view(steps, 1, 1, 1, 1)
-    awake(source, x)
-
-    def share(module, args, output):
-        """The conv gives the mean of each group of four frames for each of them."""
-        groups = [g.mean(0, keepdim=True).expand_as(g) for g in output.unflatten(0, (steps, -1)).split(4)]
-        return torch.cat(groups).flatten(0, 1)
-
-    defined = copy.deepcopy(source)
-    defined[0][0].register_forward_hook(share)
-    policy = {"default": {"mode": "preserve", "k": 4, "weights": "uniform"}}
-    fast = sj_tac.convert(source, policy, example_input=x, fuse=fuse)
-    for way in (Way("input", train=True), Way("no_grad")):
-        expected = run(defined, x, way)
-        assert 0.01 < expected.values[0].mean() < 0.6
-        # run() undoes what the norm learnt, and compares its unbiased variance loosely.
-        same(run(fast, x, way), expected, str(way))
