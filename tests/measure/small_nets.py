@@ -192,7 +192,7 @@ CASES = {
     ),
     "time as channels": Case(
         lambda: Net(
-            lambda net, x: net.neuron(x * net.conv(x.mean((2, 3, 4)).T[..., None]).transpose(0, 1)[..., None, None].sigmoid()),
+            lambda net, x: net.neuron(x * net.conv(x.mean((2, 3, 4)).mT[..., None]).mT.permute(2, 0, 1)[..., None, None]),
             conv=conv(nn.Conv1d, 1), neuron=Leaky(),
         ),
         None, why="time is among its channels",
