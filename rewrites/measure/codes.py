@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from sj_tac.rewrites.measure.left import Code, Left
 from sj_tac.rewrites.measure.neurons import Layout
 from sj_tac.rewrites.measure.runs import first, is_convolution, run
 from sj_tac.rewrites.measure.survey import Neuron
 
 # A code is written in digits below this: 2^31 fits into float32, 2^T need not.
 DIGIT = 32
-MEET = "frames meet"
 
 
 class _Output(torch.autograd.Function):
@@ -56,19 +56,19 @@ class Coded:
     sample_digits: int = 1
     _found: dict[str, list[tuple[Tensor | None, ...]]] = field(default_factory=dict)
 
-    def read(self, name: str, leads: int, neuron: str | None = None) -> list[Layout | str]:
+    def read(self, name: str, leads: int, neuron: str | None = None) -> list[Layout | Left]:
         """Return, for each call of a convolution, the layout of its output, or why it has none.
 
         Args:
             leads: dimensions in front of [C, H, W]. neuron: look at what it drives of this neuron alone.
         """
         if name not in self.driven or name not in self.outputs:
-            return ["it drives no neuron"]
-        outputs, found = self.outputs[name], list[Layout | str]()
+            return [Left(Code.NO_NEURON, "it drives no neuron")]
+        outputs, found = self.outputs[name], list[Layout | Left]()
         of_all = self._of_all()[name] if neuron is None else self._gradients(outputs, neuron)
         for out, (plain, *coded) in zip(outputs, of_all, strict=True):
             if plain is None or not plain.any():
-                found.append("it drives no neuron")
+                found.append(Left(Code.NO_NEURON, "it drives no neuron"))
             else:
                 found.append(self._read(plain, [torch.zeros_like(out) if c is None else c for c in coded], leads))
         return found
@@ -90,18 +90,19 @@ class Coded:
         ]
         return list(zip(*digits, strict=True))
 
-    def _read(self, plain: Tensor, coded: list[Tensor], leads: int) -> Layout | str:
+    def _read(self, plain: Tensor, coded: list[Tensor], leads: int) -> Layout | Left:
         steps, samples = coded[: self.step_digits], coded[self.step_digits :]
-        found, rows = "time is inside its frames", plain.shape[0]
+        found: Layout | Left = Left(Code.TIME_INSIDE, "time is inside its frames")
+        rows = plain.shape[0]
         t, n = _numbers(plain, steps, 1), _numbers(plain, samples, 1)
         if t is not None:
             T = int(t[0].max()) + 1
             if T < 2:
-                return "its frames are one step"
+                return Left(Code.ONE_STEP, "its frames are one step")
             if rows == T and torch.equal(t[0][t[1]], torch.arange(rows)[t[1]]):
                 return Layout(T, plain.shape[1], 0) if leads > 1 else Layout(T, 1, 0, True)
             folded = found if n is None else _folded(t, n[0])
-            if not isinstance(folded, str):
+            if isinstance(folded, Layout):
                 return folded
             found = folded
         if plain.dim() > 2:
@@ -130,27 +131,28 @@ def _numbers(plain: Tensor, digits: list[Tensor], dims: int) -> tuple[Tensor, Te
     return number.view(plain.shape[:dims]), seen.view(plain.shape[:dims])
 
 
-def _meeting(plain: Tensor, coded: list[Tensor]) -> str:
-    """Return which part of the elements serves several frames, in words; an empty string if none does."""
+def _meeting(plain: Tensor, coded: list[Tensor]) -> Left | None:
+    """Return which part of the elements serves several frames; None if none does."""
     on, clear = plain.abs() > 1e-5 * plain.abs().max(), torch.ones_like(plain, dtype=torch.bool)
     for gradient in coded:
         quotient = gradient / plain
         clear &= ((quotient / 2 ** quotient.abs().log2().round()) - 1).abs() < 1e-6
     part = float((on & ~clear).sum() / on.sum())
-    return f"{MEET} between it and its neurons (in {100 * part:.2g} % of its output)" if part else ""
+    why = f"frames meet between it and its neurons (in {100 * part:.2g} % of its output)"
+    return Left(Code.FRAMES_MEET, why) if part else None
 
 
-def _folded(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | str:
+def _folded(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | Left:
     (t, seen), rows = of_steps, len(samples)
     T, N = int(t.max()) + 1, int(samples.max()) + 1
     if rows != T * N:
-        return f"it has {rows} rows for {T} steps of {N} samples"
+        return Left(Code.NO_ORDER, f"it has {rows} rows for {T} steps of {N} samples")
     row = torch.arange(rows)[seen]
     if torch.equal(t[seen], row // N) and torch.equal(samples[seen], row % N):
         return Layout(T, N, 0, True)
     if torch.equal(t[seen], row % T) and torch.equal(samples[seen], row // T):
         return Layout(T, N, 0, True, samples_first=True)
-    return "its rows are in no order"
+    return Left(Code.NO_ORDER, "its rows are in no order")
 
 
 def _in_two(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | None:

@@ -14,6 +14,7 @@ from sj_tac.definition import convs
 from sj_tac.definition.frames import Rule
 from sj_tac.rewrites.measure import codes, steps
 from sj_tac.rewrites.measure.drives import compare
+from sj_tac.rewrites.measure.left import Code, Left
 from sj_tac.rewrites.measure.likeness import likeness
 from sj_tac.rewrites.measure.neurons import Layout
 from sj_tac.rewrites.measure.runs import is_convolution, undisturbed
@@ -53,13 +54,6 @@ class Shared:
         """Return how the definition is to run it in ``net``."""
         frames = replace(self.layout.frames, of=self.of, rules=self.rules)
         return convs.Sharing(k, net.get_submodule(self.neurons[0]), beta=self.decay, frames=frames, plain=self.plain)
-
-
-@dataclass(frozen=True)
-class Left:
-    """A convolution that stays as it is. ``why`` says what was observed."""
-
-    why: str
 
 
 @dataclass
@@ -127,24 +121,24 @@ class _Planner:
     def _first_look(self, name: str, module: nn.Module, surveyed: Survey, coded: codes.Coded) -> Shared | Left:
         calls, driven = surveyed.calls.get(name, 0), coded.driven.get(name, [])
         if not calls:
-            return Left("it is never called as a module")
+            return Left(Code.NEVER_CALLED, "it is never called as a module")
         outputs = coded.outputs.get(name)
         if not outputs:
-            return Left("it returns no tensor of numbers")
+            return Left(Code.NO_TENSOR, "it returns no tensor of numbers")
         leads, notes = _leads(module, outputs[0]), []
         read = coded.read(name, leads)
-        if driven and any(isinstance(r, str) and r.startswith(codes.MEET) for r in read):
+        if driven and any(isinstance(r, Left) and r.code is Code.FRAMES_MEET for r in read):
             # Later neurons may stand behind attention over time: the nearest one decides.
             nearest = coded.read(name, leads, driven[0])
-            if not any(isinstance(r, str) for r in nearest):
+            if not any(isinstance(r, Left) for r in nearest):
                 read, driven, notes = nearest, driven[:1], ["frames meet before its later neurons"]
-        if problem := next((r for r in read if isinstance(r, str)), ""):
-            return Left(problem if calls == 1 else f"it is called {calls} times; {problem}")
+        if problem := next((r for r in read if isinstance(r, Left)), None):
+            return problem if calls == 1 else replace(problem, why=f"it is called {calls} times; {problem.why}")
         layouts = [r for r in read if isinstance(r, Layout)]
         if len(set(layouts)) > 1:
-            return Left(f"its {calls} calls are handed other frames each")
+            return Left(Code.OTHER_FRAMES, f"its {calls} calls are handed other frames each")
         if convs.torchs_own(module) and layouts[0].dim >= max(1, leads):
-            return Left("time is among its channels")
+            return Left(Code.TIME_IN_CHANNELS, "time is among its channels")
         return self._weighed(Shared(layouts[0], tuple(driven), notes=tuple(notes)))
 
     def _weighed(self, found: Shared) -> Shared | Left:
@@ -175,10 +169,10 @@ class _Planner:
             try:
                 seen = likeness(self.net.get_submodule(name), surveyed.inputs[name][0], found.layout)
             except Exception as error:
-                self.found.convolutions[name] = Left(f"it cannot be run alone ({type(error).__name__}: {str(error)[:80]})")
+                self.found.convolutions[name] = Left(Code.NOT_RUN, f"it cannot be run alone ({_said(error)})")
                 continue
             kept = replace(found, plain=seen.plain)
-            self.found.convolutions[name] = Left(seen.problem) if seen.problem else kept
+            self.found.convolutions[name] = Left(Code.NOT_ALIKE, seen.problem) if seen.problem else kept
 
     def _find_steps(self, surveyed: Survey) -> None:
         """Run other batch sizes and other T, where rows are folded, and keep the rules that always find T."""
@@ -190,7 +184,7 @@ class _Planner:
                 seen = survey(self.net, other, self.looks_at)
             except Exception as error:
                 shapes = steps.shapes_of(other)
-                self.found.notes.append(f"it does not run on {shapes}: {type(error).__name__}: {str(error)[:80]}")
+                self.found.notes.append(f"it does not run on {shapes}: {_said(error)}")
                 continue
             self._order(other, seen, surveyed)
             examples.append(self._example(seen))
@@ -201,7 +195,7 @@ class _Planner:
             shown = [(e.rows[name], e.steps[name]) for e in examples if name in e.steps and name in e.rows]
             notes = (*found.notes, "T was seen at one shape only") if len(shown) < 2 else found.notes
             kept = replace(found, of=of, rules=rules, notes=notes)
-            unclear = Left(f"no rule finds T of a call: (rows, T) were {shown}")
+            unclear = Left(Code.STEPS_UNKNOWN, f"no rule finds T of a call: (rows, T) were {shown}")
             self.found.convolutions[name] = kept if rules else unclear
 
     def _example(self, seen: Survey) -> steps.Example:
@@ -227,8 +221,8 @@ class _Planner:
             found = self.found.shared[name]
             leads = _leads(self.net.get_submodule(name), coded.outputs[name][0])
             read = coded.read(name, leads, found.neurons[0])[0]
-            if isinstance(read, str):
-                self.found.convolutions[name] = Left(f"with more samples, {read}")
+            if isinstance(read, Left):
+                self.found.convolutions[name] = replace(read, why=f"with more samples, {read.why}")
             else:
                 self.found.convolutions[name] = replace(found, layout=replace(read, T=found.layout.T, N=1))
 
@@ -258,10 +252,12 @@ class _Planner:
             try:
                 off |= compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, self.found.neurons)
             except Exception as error:
-                self.found.convolutions[name] = Left(
-                    f"shared at k = 2, the net does not run ({type(error).__name__}: {str(error)[:80]})"
-                )
+                self.found.convolutions[name] = Left(Code.NOT_RUN, f"shared at k = 2, the net does not run ({_said(error)})")
         return off
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:80]}"
 
 
 def _largest(off: dict[str, float], shared: Shared) -> float | None:

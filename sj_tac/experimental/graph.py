@@ -17,7 +17,8 @@ from sj_tac.errors import ConversionError
 from sj_tac.rewrites.arguments import as_arguments
 from sj_tac.rewrites.gate import Attach, attach, detach, gate_of
 from sj_tac.rewrites.measure.examples import find_example
-from sj_tac.rewrites.measure.plan import Left, plan
+from sj_tac.rewrites.measure.left import Left
+from sj_tac.rewrites.measure.plan import plan
 
 
 def convert(model: nn.Module, k: int = 2, *, example_input: Any = None, fuse: bool = True) -> nn.Module:

@@ -13,7 +13,8 @@ from support import ZOO, awake, frames, only_v2
 from torch import nn
 
 from sj_tac.definition import convs, neurons
-from sj_tac.rewrites.measure.plan import Left, plan
+from sj_tac.rewrites.measure.left import Left
+from sj_tac.rewrites.measure.plan import plan
 
 PLANS = {}
 

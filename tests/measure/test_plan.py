@@ -4,12 +4,24 @@ import copy
 
 import pytest
 import torch
-from measure.small_nets import CASES, T
+from measure.small_nets import CASES, MEET, T
 from torch import nn
 
 from sj_tac.definition import convs
-from sj_tac.rewrites.measure.plan import Left, Shared, plan
+from sj_tac.rewrites.measure.left import Left
+from sj_tac.rewrites.measure.plan import Shared, plan
 
+CODES = {
+    MEET: "FRAMES_MEET",
+    "drives no neuron": "NO_NEURON",
+    "keeps a state": "NOT_ALIKE",
+    "does not treat frames alike": "NOT_ALIKE",
+    "no other number of frames": "NOT_ALIKE",
+    "time is inside": "TIME_INSIDE",
+    "time is among its channels": "TIME_IN_CHANNELS",
+    "no order": "NO_ORDER",
+    "called 4 times": "ONE_STEP",
+}
 EVERY = pytest.mark.parametrize("name", CASES)
 SHARED = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.order])
 
@@ -42,6 +54,7 @@ def test_what_the_plan_says_of_a_convolution(name, planned):
     if case.order is None:
         assert isinstance(found, Left)
         assert case.why in found.why
+        assert found.code == CODES[case.why]
         return
     assert isinstance(found, Shared)
     layout = found.layout
