@@ -46,15 +46,35 @@ def test_a_net_is_its_equations_with_gradients_and_voltages(kind, k, weights, no
 
 def test_learned_weights_are_the_softmax_of_their_logits_and_train():
     source, x = csnn().double(), frames(7, 2, 2, 8, 8, dtype=torch.float64)
+    decayed = converted(source, 3, {"0": "2"})(x)
     net = converted(source, 3, {"0": "2"}, weights="learned")
+    assert torch.allclose(net(x), decayed, rtol=0, atol=1e-12), "they begin at the decay weights"
     logits = torch.tensor([0.1, -0.4, 0.7], dtype=torch.float64)
-    net[0].tac_logits = nn.Parameter(logits.clone())
+    net[0].tac_logits.data.copy_(logits)
     functional.reset_net(net)
     sums = [sum(w * f for w, f in zip(torch.softmax(logits[-len(group) :], 0), group, strict=True)) for group in x.split(3)]
     expected = source[0](torch.stack(sums)).repeat_interleave(3, 0)[:7]
     torch.testing.assert_close(net[0](x), expected, rtol=1e-12, atol=1e-12)
     net(x).sum().backward()
     assert net[0].tac_logits.grad.abs().sum() > 0
+
+
+def test_learned_weights_have_one_key_that_a_checkpoint_of_the_source_need_not_have():
+    source = csnn().double()
+    net = converted(source, 3, {"0": "2"}, weights="learned")
+    assert set(net.state_dict()) - set(source.state_dict()) == {"0.tac_logits"}
+    before = net[0].tac_logits.clone()
+    net[0].tac_logits.data.zero_()
+    assert net.load_state_dict(source.state_dict(), strict=True).missing_keys == []
+    assert torch.equal(net[0].tac_logits, before)
+    copied = pickle.loads(pickle.dumps(net))
+    assert copied.load_state_dict(net.state_dict(), strict=True).unexpected_keys == []
+    net[0].sharing.k = 2
+    net[0].fit_logits()
+    assert len(net[0].tac_logits) == 2
+    assert "k=2, weights=learned" in repr(net)
+    convs.undo(net)
+    assert list(net.state_dict()) == list(source.state_dict())
 
 
 def test_calls_carry_voltages_on_and_a_reset_begins_anew():
@@ -166,6 +186,7 @@ def test_weights_that_are_no_parameters():
     functional.reset_net(net)
     torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
     net = converted(csnn().double(), 2, {"0": "2"}, weights="learned")
+    del net[0].tac_logits
     with pytest.raises(ValueError, match=r"weights='learned', and the convolution has no tac_logits \[k=2\]"):
         net(x)
     net[0].register_buffer("tac_logits", torch.zeros(2, dtype=torch.float64))

@@ -115,6 +115,34 @@ class SharedConv(nn.Module):
         elif sharing.gate is not None and not ops.is_inside():
             _say_part(type(sharing.gate.net).__name__)
 
+    def fit_logits(self) -> None:
+        """Give the convolution the logits that its weights need: k of them, at the decay weights, or none."""
+        sharing, held = self.sharing, self._parameters.get(LOGITS)
+        wanted = sharing.k if sharing.weights == "learned" and sharing.k > 1 else 0
+        if wanted != (0 if held is None else len(held)):
+            self._parameters.pop(LOGITS, None)
+            if wanted:
+                self.register_parameter(LOGITS, nn.Parameter(self.initial_logits()))
+
+    def initial_logits(self) -> Tensor:
+        """Return logits [k] whose softmax is the decay weights, in the dtype and on the device of the layer's weight."""
+        with torch.no_grad():
+            beta = torch.as_tensor(self.sharing.decay(torch.float64), dtype=torch.float64, device="cpu")
+            powers = beta ** torch.arange(self.sharing.k - 1, -1, -1)
+            return (powers / powers.sum()).log().to(next(p for p in self.parameters() if p.dim() > 1))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint of the source has no logits; it loads strictly, and they are what they were at first.
+        key = prefix + LOGITS
+        if LOGITS in self._parameters and key not in state_dict:
+            state_dict = state_dict | {key: self.initial_logits()}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        sharing = self.sharing
+        shown = f"{super().extra_repr()}, k={sharing.k}, weights={sharing.weights}"
+        return shown if sharing.normalize else f"{shown}, normalize=False"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
         kind = type(self)
@@ -240,6 +268,7 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
         if not isinstance(conv, SharedConv):
             conv.__class__ = shared_class(type(conv))
         conv.sharing = replace(sharing, layer=name)
+        conv.fit_logits()
     for name in {sharing.frames.of for sharing in plan.values() if sharing.frames.folded}:
         note_calls(modules[name], name)
 
@@ -269,6 +298,7 @@ def undo(net: nn.Module) -> None:
     own = {made: kind for kind, made in SWAPS.items()}
     for module in net.modules():
         if isinstance(module, SharedConv):
+            module._parameters.pop(LOGITS, None)
             del module.sharing
             module.__class__ = own.get(type(module)) or type(module).__bases__[1]
         forget_calls(module)

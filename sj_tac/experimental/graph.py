@@ -56,6 +56,7 @@ def set_k(net: nn.Module, k: int) -> None:
     for module in net.modules():
         if isinstance(module, SharedConv):
             module.sharing.k = k
+            module.fit_logits()
 
 
 def restore(net: nn.Module) -> nn.Module:
