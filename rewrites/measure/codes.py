@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sj_tac.rewrites.measure.left import Code, Left
 from sj_tac.rewrites.measure.neurons import Layout
-from sj_tac.rewrites.measure.runs import first, is_convolution, run
+from sj_tac.rewrites.measure.runs import copied, first, is_convolution, run
 from sj_tac.rewrites.measure.survey import Neuron
 
 # A code is written in digits below this: 2^31 fits into float32, 2^T need not.
@@ -246,7 +246,8 @@ def _without_zeros(module: nn.Module) -> None:
 def replace_outputs(module: nn.Module, outputs: list[Any]) -> None:
     """Let a neuron of a copy return these, call by call."""
     following = iter([*outputs, *outputs[-1:] * 10_000])
-    module.forward = lambda *args, **kwargs: tree_map(lambda x: x, next(following))
+    # Copies: the net may write into them (a residual sum in place).
+    module.forward = lambda *args, **kwargs: copied(next(following))
 
 
 def _above(u: Tensor) -> set[str]:

@@ -144,6 +144,13 @@ def with_own_shape(net, x):
     return net.neuron(net.conv(x))
 
 
+def in_place(net, x):
+    spikes = net.first(x)
+    y = net.second(unfolded(net.before, spikes))
+    y += spikes
+    return net.neuron(unfolded(net.conv, y))
+
+
 FOLDED, SAMPLES_FIRST = (lambda: Leaky("folded")), (lambda: Leaky("folded, samples first"))
 MORE = ((T, N + 2, C, SIZE, SIZE), (T + 2, N, C, SIZE, SIZE))
 MORE_SAMPLES = ((T, N + 2, C, SIZE, SIZE),)
@@ -224,6 +231,9 @@ CASES = {
     ),
     "an activation": Case(
         after(lambda net, x: net.neuron(unfolded(net.conv, x).relu())), "folded", exact=False, others=MORE
+    ),
+    "a residual sum in place": Case(
+        after(in_place, before=conv, first=Leaky, second=Leaky), "folded", others=MORE
     ),
     "a concatenation": Case(
         after(lambda net, x: net.neuron(torch.cat([unfolded(net.conv, x), x], 2))), "folded", others=MORE

@@ -123,7 +123,7 @@ def test_shared_convolutions_are_the_source_at_k_1_and_hooks_at_k_2(name, traini
         x = frames(shape, seed=7)
         for k in (1, 2, 3):
             fast = copy.deepcopy(net).train(training)
-            convs.share(fast, planned(name).sharings(k, fast, approximate=True))
+            convs.share(fast, {"conv": planned(name).sharings(k, fast, approximate=True)["conv"]})
             slow = copy.deepcopy(net) if k == 1 else by_hooks(net, k, case.order, beta)
             slow.steps = steps_of(case, shape) if hasattr(case.make().neuron, "order") else shape[0]
             a, b = seen(fast, x), seen(slow.train(training), x)
