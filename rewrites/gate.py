@@ -4,7 +4,7 @@
 a time. The gate looks, in this order:
 
 1. torch compiles or exports the caller, or traces it, or a dispatch mode or a transform of torch.func's is active, or an
-   argument is a tensor of a class of its own, or somebody hooks gradients of modules, or all modules: the definition runs.
+   argument is a tensor of a class of its own, or a hook is on gradients of modules, or on all modules: the definition runs.
 2. A hook, a module, a method of a class or an environment variable is not what it was when the net was captured: the net is
    captured again. (Dynamo does not guard a variable that a forward asked for and that was not set.)
 3. k or the weights of a layer changed: the graphs that are there are rewritten; nothing is captured.
@@ -132,7 +132,7 @@ class Gate:
         return self.capture.run(variant, args, kwargs)
 
     def announce(self, gate: Gate | None) -> None:
-        """Let the net's convolutions know that its calls are captured, so that they say if somebody goes around them."""
+        """Let the net's convolutions know that its calls are captured, so that they say if a call goes around them."""
         self._is_announced = gate is not None
         for sharing in self.capture.shared.values():
             sharing.gate = gate

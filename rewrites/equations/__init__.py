@@ -4,8 +4,8 @@
     f(expand(y)) = expand(f(y))                     f treats all frames alike        ``sink``
     aggregate(expand(y)) = y                        of the same groups               ``sink``
     neuron(expand(norm(y)) + r) = fire(y, norm, k, r)                                ``fuse``
-    pool(fire(..)) = fire(.., pool)                 nobody else reads the spikes     ``absorb``
-    aggregate(fire(..)) = fire(.., sums)            nobody else reads the spikes     ``absorb``
+    pool(fire(..)) = fire(.., pool)                 no other node reads the spikes   ``absorb``
+    aggregate(fire(..)) = fire(.., sums)            no other node reads the spikes   ``absorb``
 
 What matches none of them stays the definition.
 """

@@ -75,7 +75,7 @@ def _drives(node: Node, x: Node) -> tuple[Node, int, Any, Node | None]:
 
     if x.target in ADDS and not x.kwargs and len(x.users) == 1 and not is_frozen(x) and all(map(alike, x.args)):
         a, b = x.args
-        # The operand that has most to give: one that is shared, else one behind a norm that nobody else reads.
+        # The operand that has most to give: one that is shared, else one behind a norm that no other node reads.
         gives = [(n.target is EXPAND, through_reshapes(n).target is F.batch_norm and len(n.users) == 1) for n in (a, b)]
         if any(gives[0]) or any(gives[1]):
             y, residual = (a, b) if gives[0] >= gives[1] else (b, a)

@@ -126,7 +126,7 @@ def through_reshapes(node: Any) -> Any:
 
 
 def only_reader(node: Node) -> Node | None:
-    """Return the one node that reads this one, through reshapes that nobody else reads; None if there are others."""
+    """Return the one node that reads this one, through reshapes that have no other reader; None if there are others."""
     while len(node.users) == 1:
         (node,) = node.users
         if node.target not in RESHAPES or is_frozen(node):

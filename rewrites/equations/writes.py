@@ -1,6 +1,6 @@
 """Writes in place: a captured graph may contain them, and equations are about values.
 
-A write that nobody can see is made an ordinary operation. Every other write freezes what reads or makes the memory that it
+A write whose memory no other node reads is made an ordinary operation. Every other write freezes what reads or makes the memory that it
 writes into, and nothing else: one counter of a BatchNorm does not keep a whole net from being fused.
 """
 
@@ -80,7 +80,7 @@ def _inplace(node: Node) -> bool:
 
 
 def functionalize(graph: Graph) -> None:
-    """``a += b`` is ``a + b`` where nobody reads a's memory afterwards, by whatever name, and it is no input's."""
+    """``a += b`` is ``a + b`` where no later node reads a's memory, by whatever name, and it is no input's."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         of = node.args[0] if node.op.startswith("call") and node.args else None
@@ -136,7 +136,7 @@ REMOVABLE = {AGGREGATE, EXPAND, NEURON, F.batch_norm, operator.getitem} | RESHAP
 
 
 def sweep(graph: Graph) -> None:
-    """Erase nodes that nobody reads any more.
+    """Erase nodes that no node reads any more.
 
     ``Graph.eliminate_dead_code`` is not for this: it sweeps graphs inside the graph, too, and takes ``x.add_(1)`` for dead.
     """

@@ -18,7 +18,7 @@ class OperatorNeuron(nn.Module):
     """
 
     def step_decay(self, dtype: torch.dtype) -> float | Tensor:
-        """Return ``host.decay``. Of a class that is known here, nobody needs to ask the registry."""
+        """Return ``host.decay``. The classes below know theirs: no look into the registry."""
         return host.decay(self, dtype)
 
     def multi_step_forward(self, x_seq: Tensor) -> Tensor:
