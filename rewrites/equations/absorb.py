@@ -26,7 +26,7 @@ from sj_tac.rewrites.equations.nodes import (
 
 
 def absorb(graph: Graph) -> None:
-    """pool(fire(..)) = fire(.., pool), and then aggregate(fire(..)) = fire(.., sums), where no other node reads the spikes."""
+    """pool(fire(..)) = fire(.., pool), then aggregate(fire(..)) = fire(.., sums), where no other node reads the spikes."""
     for node, spikes in list(_fires(graph)):
         reader = only_reader(spikes)
         if not is_tensor(reader) or not all(isinstance(size, int) for size in shape(reader)[2:]):

@@ -1,7 +1,7 @@
 """Writes in place: a captured graph may contain them, and equations are about values.
 
-A write whose memory no other node reads is made an ordinary operation. Every other write freezes what reads or makes the memory that it
-writes into, and nothing else: one counter of a BatchNorm does not keep a whole net from being fused.
+A write whose memory no other node reads is made an ordinary operation. Every other write freezes what reads or makes the
+memory that it writes into, and nothing else: one counter of a BatchNorm does not keep a whole net from being fused.
 """
 
 from __future__ import annotations
