@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import Way, agree, fused_and_defined, run, same
-from operations import FRAMES, added
-from spikingjelly.activation_based import functional, layer
-from support import awake, conv, frames, node, only_v2
+from operations import added
+from spikingjelly.activation_based import layer
+from support import awake, conv, frames, node
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import sj_tac
 from sj_tac.errors import StaleValueError
@@ -85,24 +84,6 @@ def test_a_way_past_the_collapse_has_no_mark_though_its_frames_may_be_alike(spik
         assert 0.01 < expected.values[0].mean() < 0.9
         for each in nets:
             same(run(each, x), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "spikes"),
-    [("nothing", "count"), ("by a parameter", "count"), ("by a parameter", "binary"), ("folded from the end", "binary")],
-)
-def test_the_neuron_of_a_linear_layer_does_fused_what_it_does_unfused(name, spikes):
-    class Headed(Net):
-        def __init__(self):
-            super().__init__(FRAMES[name])
-            self.gain = nn.Parameter(torch.linspace(0.5, 1.5, C).view(C, 1, 1))
-            self.linear = layer.Linear(64 * C, 8, step_mode="m")
-
-        def forward(self, x):
-            x = self.lif1(self.conv1(x))
-            return self.lif2(self.linear(self.change(x, x, self.gain).flatten(2)))
-
-    agree(made(Headed()), {"default": {"mode": "collapse", "k": 2, "spikes": spikes}}, X)
 
 
 # ---- hooks and looks -----------------------------------------------------------------------------------------------------
@@ -210,53 +191,3 @@ def test_who_looks_changes_nothing(join, look, policy, module):
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("folds", [False, True], ids=["frames", "folded"])
-def test_gradients_that_are_kept_are_those_of_each_frame(folds):
-    """Of frames that are alike behind a collapse, too, as the definition shares a gradient out among them."""
-    kept = []
-
-    def keep(x):
-        x = x.flatten(0, 1) if folds else x
-        if x.requires_grad:
-            x.retain_grad()
-            kept.append(x)
-        return x.unflatten(0, (7, 3)) if folds else x
-
-    fused, defined = fused_and_defined(made(Net(keep)), {"default": {"mode": "collapse", "k": 2}}, X)
-    kept.clear()
-    for net in (fused, defined):
-        run(net, X)
-    torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=1e-9, atol=1e-12)
-    assert kept[0].grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=only_v2)])
-@pytest.mark.parametrize("name", ["copy of its dtype", "beside itself, by names"])
-@pytest.mark.parametrize("policy", ["count", "preserve"])
-def test_a_checkpoint_runs_a_neuron_again_as_it_was(policy, name, reentrant):
-    """Autograd runs the part outside of the net's call; what the trace says of it holds there, too.
-
-    In the net that preserves, two parts are one behind the other.
-    """
-
-    class Again(Net):
-        reentrant = None
-
-        def part(self, x, conv, lif):
-            functional.reset_net(lif)  # it runs twice
-            return lif(FRAMES[name](conv(x), None, None))
-
-        def forward(self, x):
-            x, how = self.lif1(self.conv1(x)), {"use_reentrant": self.reentrant}
-            for part in ((self.conv2, self.lif2), (self.conv3, self.lif3))[: 1 if policy == "count" else 2]:
-                x = self.part(x, *part) if self.reentrant is None else checkpoint(self.part, x, *part, **how)
-            return x
-
-    expected = None
-    for fuse in (True, False):
-        net = made(Again())
-        net = sj_tac.convert(net, POLICIES.get(policy, policy), example_input=X, fuse=fuse)
-        for net.reentrant in (None, reentrant):
-            found = run(net, X, Way("input"))
-            found.voltages = {}  # of what autograd runs again as far as it needs
-            same(found, expected := expected or found)

@@ -10,7 +10,6 @@ from torch.nn.utils import parametrize
 
 import sj_tac
 from sj_tac.host.types import IS_V2
-from sj_tac.runtime.borders import definition
 
 
 def clip(*shape, seed=3):
@@ -140,30 +139,6 @@ def test_other_surrogates(surrogate_function):
     torch.manual_seed(0)
     net = awake(lambda: neuron.LIFNode(surrogate_function=surrogate_function))
     compare(sj_tac.convert(net, "preserve", 2), clip(), exact=surrogate_function.spiking)
-
-
-def test_calls_with_gradients_in_inference_mode_and_without_take_turns():
-    net, x, gradients = converted("PLIF"), clip(), []
-    with torch.inference_mode():
-        first = net(x).clone()
-    functional.reset_net(net)
-    with definition(net), torch.no_grad():
-        assert torch.equal(first, net(x))
-    compare(net, x)
-    net.train()  # the older host has no gradients in eval mode
-    sj_tac.freeze_bn(net)
-    for defined in (False, True):
-        functional.reset_net(net)
-        net.zero_grad()
-        if defined:
-            with definition(net):
-                net(x).mean().backward()
-        else:
-            net(x).mean().backward()
-        gradients.append([p.grad.clone() for p in net.parameters()])
-    assert all(g.abs().max() > 0 for g in gradients[0])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 # ---- lines, [T, N, C, L], as transformers have them ----------------------------------------------------------------------
