@@ -93,24 +93,6 @@ def test_strides_and_numbers_are_those_without_the_kernel(channels, lies, pool, 
     assert is_channels_last(found[len(net)]) is (in_last and outputs > 1)  # the first voltages
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("lies", FORMATS if pairs.EXHAUSTIVE else ["neither", "both"])
-def test_voltages_that_somebody_lays_out_otherwise_are_read_as_they_are(lies, monkeypatch):
-    """Between two calls: the second goes on from the same voltages, in the other format."""
-    net, x = converted(source(), 2, lies), frames(lies)
-    found = []
-    for said in "01":
-        monkeypatch.setenv(conv_fire.VARIABLE, said)
-        functional.reset_net(net)
-        net(x)
-        v = net[2].v
-        assert is_channels_last(v) is (lies != "neither")
-        net[2].v = v.contiguous() if is_channels_last(v) else last(v)
-        found.append((net(x).clone(), net[2].v.clone()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-
-
 def cast(dtype):
     return torch.autocast(stub_cuda.DEVICE, dtype)
 

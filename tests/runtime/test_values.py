@@ -133,6 +133,3 @@ def test_a_net_by_its_states_and_in_memopts_checkpoints_is_the_net(policy, fuse)
     memopt.optimize_memory(fast, neuron.BaseNode, lambda net: net(x), level=1, compress=False)
     functional.reset_net(fast)
     torch.testing.assert_close(gradients(fast, fast(x)), expected)
-
-
-# ---- containers ----------------------------------------------------------------------------------------------------------
