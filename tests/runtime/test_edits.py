@@ -35,6 +35,7 @@ EDITS = {
     "a pool of means": lambda net: net.d.__setitem__(3, layer.AvgPool2d(2, step_mode="m")),
     "another block's neuron": lambda net: net.c.__setitem__(2, net.b[2]),
     "another order": other_order,
+    "dropout": lambda net: net.c.insert(0, layer.Dropout(0.3, step_mode="m")),
     "freeze": lambda net: net.b.requires_grad_(False),
     "another tau": other_tau,
 }

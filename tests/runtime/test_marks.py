@@ -28,6 +28,7 @@ POLICIES = {
         "default": {"mode": "preserve", "k": 2},
         "rules": [{"match": "conv1", "mode": "collapse", "k": 2, "spikes": "binary"}],
     },
+    "preserve": {"default": {"mode": "preserve", "k": 2}},
     "count, then more": {"default": {"mode": "collapse", "k": 6}, "rules": [{"match": "conv1", "mode": "collapse", "k": 3}]},
 }
 
