@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from conv_cases import drives_of, last, launch_of
 from fire_cases import POOLS
-from hypothesis import HealthCheck, assume, example, given, settings, strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from spikingjelly.activation_based import layer
 from support import NEURONS, node
 
@@ -244,22 +244,3 @@ def test_a_slip_in_the_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("SJ_TAC_CONV_FIRE", "yes")
     with pytest.raises(BackendError, match=r"SJ_TAC_CONV_FIRE='yes' in the environment is neither 1 nor 0; 0 forbids"):
         conv_fire.is_allowed(torch.device("cuda", 0))
-
-
-@given(
-    conv=st.builds(
-        conv_fire.Convolution, inputs=st.integers(1, conv_fire.FEW), kernel=st.sampled_from(conv_fire.KERNELS),
-        stride=st.sampled_from(conv_fire.STRIDES), padding=st.just(1), height=st.just(64), width=st.just(64),
-        biased=st.booleans(),
-    ),
-    tile=st.tuples(*[st.sampled_from(sizes) for sizes in ([1, 2, 4, 8], [1, 2], [1, 2, 4, 8], [1, 2])]),
-    places=st.tuples(*[st.sampled_from([1, 2, 4, 8, 16, 32, 64])] * 3),
-)  # fmt: skip
-# 7 x 7 filters of three channels, stride 2: a block that takes all of the shared memory, to the last byte.
-@example(conv_fire.Convolution(3, 7, 2, 3, 64, 64, False), (4, 2, 2, 2), (2, 16, 32))
-def test_a_block_has_as_many_channels_as_shared_memory_holds(conv, tile, places):
-    tiles, (wide, high, through) = conv_fire.Tiles(conv, *tile), places
-    tx, ty, tz = tiles.fitting(wide, high, through)
-    assert tiles.needs(tx, ty, tz) <= cuda.SHARED or (tx, ty, tz) == (1, 1, 1)
-    if 4 <= tz < cuda.power(through, conv_fire.BLOCK // (tx * ty)):
-        assert tiles.needs(tx, ty, 2 * tz) > cuda.SHARED

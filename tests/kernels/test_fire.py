@@ -136,31 +136,6 @@ def test_opcheck(pool, group, merge, monkeypatch):
         torch.library.opcheck(operators[name], leaves)
 
 
-def test_a_call_that_nobody_watches_gives_what_the_operator_gives(monkeypatch):
-    """To the last bit: the last voltages, and gradients to each operand, where one of the outputs has none, too."""
-    torch.manual_seed(0)
-    given = {
-        "y": torch.randn(3, 2, 2, 4, 4), "v": torch.randn(2, 2, 4, 4), "scale": torch.rand(2), "shift": torch.rand(2),
-        "weights": torch.rand(5),
-    }  # fmt: skip
-    seen, operator, found = [], fire_op.fire, []
-    monkeypatch.setattr(fire_op, "fire", lambda *a: (seen.append(1), operator(*a))[1])
-    for watched in (False, True):
-        if watched:
-            monkeypatch.setattr(fire_op.dispatch, "is_plain", lambda x: False)
-        for used in ((1, 1), (1, 0), (0, 1)):
-            leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
-            y = leaves.pop("y")
-            out, v = fire(y, node("plif", v_threshold=0.3), 2, steps=5, pool=POOLS[1], group=3, backend="numba", **leaves)
-            loss = used[0] * out.square().sum() if used[0] else 0.0
-            (loss + v.square().sum() if used[1] else loss).backward()
-            found.append([out.detach(), v.detach(), *(x.grad for x in (y, *leaves.values()))])
-    assert len(seen) == 3
-    for one, other in zip(found[:3], found[3:], strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
-
-
 @pytest.mark.parametrize("last", [True, False])
 def test_many_gradients_at_once_are_those_one_by_one(last):
     """As torch.autograd.functional.jacobian(vectorize=True) asks for them, to the output or the voltages."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 from definition import Setting, define
 from spikingjelly.activation_based import functional, layer, neuron
-from support import only_v2
 from torch import nn
 
 import sj_tac
@@ -265,15 +264,6 @@ def test_it_computes_what_its_definition_does(form):
     torch.testing.assert_close(gradients, wanted, rtol=1e-7, atol=1e-9)
 
 
-def verdicts(net, example=None):
-    return [(v.layer, v.status, v.reason, v.detail) for v in sj_tac.plan(net, k=2, example_input=example).verdicts]
-
-
-@pytest.mark.parametrize("form", [*AROUND, "asserts", "branches", "scripted", "torch's other names"])
-def test_symbols_alone_show_the_same(form):
-    assert verdicts(made(FORMS[form][0])) == verdicts(made(FORMS[form][0]), X)
-
-
 def folded(self, x, scale=1.0):
     for conv, norm, node in ((self.conv1, self.bn1, self.lif1), (self.conv2, self.bn2, self.lif2)):
         x = node(norm(conv(x.flatten(0, 1))).unflatten(0, (x.shape[0], x.shape[1])))
@@ -318,20 +308,3 @@ def test_a_voltage_that_a_forward_writes():
     converted = sj_tac.convert(made(Started), k=2, example_input=X)
     assert len(sj_tac.report(converted).converted) == 2
     torch.testing.assert_close(converted(X), define(made(Started), settings(2, 1, 2))(X), rtol=0, atol=1e-9)
-
-
-@only_v2
-def test_spikingjellys_own_container_runs_vmap():
-    class Contained(Base):
-        def __init__(self):
-            super().__init__()
-            self.inner = layer.TLastSeqToANNContainer(nn.AvgPool2d(3, 1, 1), nn.Conv2d(8, 8, 3, padding=1))
-
-        def forward(self, x):
-            return self.lif2(self.bn2(self.conv2(self.inner(self.spikes(x).movedim(0, -1)).movedim(-1, 0))))
-
-    fast = sj_tac.convert(made(Contained), k=2, example_input=X)
-    torch.testing.assert_close(fast(X), define(made(Contained), settings(2, 1, 2))(X), rtol=0, atol=1e-9)
-    rows = {v.layer: v for v in sj_tac.report(sj_tac.convert(made(Contained), k=1, example_input=X))}
-    assert {name: v.status for name, v in rows.items()} == {"conv1": "converted", "conv2": "converted", "inner.1": "refused"}
-    assert rows["inner.1"].macs_before == rows["conv2"].macs_before == 8 * 64 * 8 * 9 * 6

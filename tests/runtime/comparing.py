@@ -1,4 +1,4 @@
-"""One call of a net in a given way; converted nets compared with the definition, ``fuse=False`` and the source."""
+"""One call of a net in a given way; converted nets compared with the definition and ``fuse=False``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import sj_tac
 from sj_tac import host
 
-POLICIES = [("preserve", 2), ("preserve", 3), ("collapse", 2), ("collapse", 3)]
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
 
 
@@ -222,16 +221,3 @@ def same_as_one(got: Outcome, expected: list[Outcome], what: str) -> None:
         except AssertionError:
             pass
     return same(got, expected[0], what)
-
-
-def agrees_at_one(case: Situation) -> None:
-    """At k=1 the converted net, and so the definition, give what the source gives."""
-    source = copy.deepcopy(case.source)
-    fast = sj_tac.convert(case.source, policy_of("preserve", 1))
-    defined = definitions(case.source, fast, case.defined or case.edit)[0]
-    case.edit(fast)
-    case.edit(source)
-    for way in case.ways:
-        expected = run(source, case.x, way, case.call)
-        same(run(defined, case.x, way, case.call, marks=True), expected, f"the definition at k=1, {way}")
-        same(run(fast, case.x, way, case.call), expected, f"k=1, {way}")

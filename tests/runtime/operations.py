@@ -70,14 +70,6 @@ def put(x, index, value):
     return x
 
 
-def put_within_a_checkpoint(x, gain):
-    def part(gain):
-        x[:, :, 1] = 0.3
-        return x * gain
-
-    return checkpoint(part, gain, use_reentrant=False)
-
-
 def put_two_times(x, gain):
     before = x * 0.5
     x[..., 0:2] = 0.2
@@ -224,7 +216,6 @@ FRAMES = {
     "put through a view": lambda x, y, g: put_through_a_view(x),
     "put in inference mode": lambda x, y, g: put_in_inference_mode(x),
     "put after a Function": lambda x, y, g: put_after_a_function(x, g),
-    "put within a checkpoint": lambda x, y, g: put_within_a_checkpoint(x, g),
     "put into a buffer": lambda x, y, g: put(x.new_zeros(T, N, C, SIZE, SIZE), slice(2, None), x[2:]),
 }
 # The same of [T * N, C, H, W].

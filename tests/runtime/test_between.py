@@ -86,29 +86,6 @@ def test_a_part_that_is_frozen_by_no_grad_stays_frozen(kind, operation, mode):
     agree(trained(fused, frames(), call), expected)
 
 
-def clamp_weights(net, x):
-    net.lif2.w.data.clamp_(-3, -1)
-    return x
-
-
-def clamp_logits(net, x):
-    if hasattr(net.conv2, "tac_logits"):
-        net.conv2.tac_logits.data.clamp_(-0.2, 0.2)
-    return x
-
-
-@pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning")
-@pytest.mark.parametrize(("between", "weights"), [(clamp_weights, "decay"), (clamp_logits, "learned")])
-def test_weights_written_through_data_between_two_layers_in_training(between, weights):
-    results = []
-    for net in both(Net(neuron.ParametricLIFNode, between), 3, weights):
-        net.lif2.w.data.fill_(1.0)
-        if weights == "learned":
-            net.conv2.tac_logits.data.copy_(torch.linspace(-3, 3, 3))
-        results.append(trained(net, frames()))
-    agree(*results)
-
-
 @pytest.mark.parametrize("change", ["alpha", "w"])
 def test_a_neuron_that_changes_before_its_spikes_are_read(change):
     """They are what they were; or refused, as only the neuron knows how to make them."""

@@ -7,7 +7,7 @@ import pytest
 import shim
 import stub_cuda
 import torch
-from conv_cases import drives_of, last
+from conv_cases import last
 from spikingjelly.activation_based import functional, layer
 from straight_cases import POOLS, awake
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 import sj_tac
 from sj_tac.kernels.gpu import conv_fire
 from sj_tac.kernels.layout import RUNS, is_channels_last
-from sj_tac.runtime.deferred import Deferred
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING or stub_cuda.REAL), reason="the stand-in's")
 # Whether the net, and its frames, are channels_last.
@@ -92,43 +91,6 @@ def test_strides_and_numbers_are_those_without_the_kernel(channels, lies, pool, 
     assert 0.02 < expected[2].mean() < 0.9
     in_last = FORMATS[lies][0] or (FORMATS[lies][1] and inputs > 1)  # folded, frames of one channel are contiguous
     assert is_channels_last(found[len(net)]) is (in_last and outputs > 1)  # the first voltages
-
-
-LATER = [("neither", torch.float32), ("the net", torch.bfloat16)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("lies", "dtype"), list(product(FORMATS, [torch.float32, torch.bfloat16])) if pairs.EXHAUSTIVE else LATER
-)
-def test_drives_that_are_read_later_are_those_that_the_neuron_ran_on(lies, dtype):
-    net = source(3)
-    net[0].weight.data.normal_(0, 0.5)  # another order of additions rounds otherwise
-    net, x = converted(net, 1, lies, dtype), frames(lies, 3, dtype=dtype)
-    drives = net[0](x)
-    assert type(drives.expression.held) is Deferred
-    net[2](net[1](drives))
-    promised = drives_of(x, net[0].weight, net[0].bias, 1, 1)
-    assert torch.equal(drives[:], promised)
-    assert is_channels_last(drives[:]) is (lies != "neither")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("lies", FORMATS if pairs.EXHAUSTIVE else ["neither", "both"])
-def test_voltages_that_somebody_lays_out_otherwise_are_read_as_they_are(lies, monkeypatch):
-    """Between two calls: the second goes on from the same voltages, in the other format."""
-    net, x = converted(source(), 2, lies), frames(lies)
-    found = []
-    for said in "01":
-        monkeypatch.setenv(conv_fire.VARIABLE, said)
-        functional.reset_net(net)
-        net(x)
-        v = net[2].v
-        assert is_channels_last(v) is (lies != "neither")
-        net[2].v = v.contiguous() if is_channels_last(v) else last(v)
-        found.append((net(x).clone(), net[2].v.clone()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
 
 
 def cast(dtype):

@@ -4,7 +4,6 @@ Weights are multiples of 1/16 and sums those of 2 or 4 frames with equal weights
 the same drives: what one kernel gives is compared to the last bit with the definition, which runs torch's own convolution.
 """
 
-import copy
 from itertools import product
 
 import pairs
@@ -13,7 +12,7 @@ import shim
 import stub_cuda
 import torch
 from conv_cases import last
-from spikingjelly.activation_based import functional, layer, neuron
+from spikingjelly.activation_based import layer, neuron
 from straight_cases import NEURONS, POOLS, Residual, awake, compare, each
 from torch import nn
 
@@ -158,54 +157,34 @@ def test_a_residual_is_added_without_the_kernel(both):
     assert count() == before + 2, "the first block's layer alone, twice"
 
 
-def ran(net, x):
-    before = count()
-    with torch.no_grad():
-        net(x)
-    return count() > before
-
-
 @pytest.mark.filterwarnings("ignore:the CUDA kernels compute in float32")
-def test_who_gets_no_kernel(both, monkeypatch):
-    """Gradients, a profiler, frames with gaps, other dtypes, overridden convolutions, backends, a collapse: as before."""
-    net, x, one = converted(source()), frames(), dict(layers=1)
-    assert ran(net, x)
-    assert {v.kernel.partition(", ")[2] for v in sj_tac.report(net).converted} == {"fused with its convolution"}
-    before = count()
-    net(x)
-    assert count() == before, "somebody may differentiate"
-    with torch.profiler.profile():
-        assert not ran(net, x)
-    each_frame = converted(source(**one), 1)  # sums of frames have no gaps
-    assert ran(each_frame, x)
-    functional.reset_net(each_frame)
-    assert not ran(each_frame, x.mT)
-    assert not ran(converted(source(), 1).double(), x.double())
-    assert not ran(converted(source(), backend="reference"), x)
-    assert not ran(sj_tac.convert(source(**one), "collapse", 2), x)
+def test_what_the_kernel_does_not_know_is_computed_without_it(both, monkeypatch):
+    """Gradients, other dtypes, a collapse, overridden convolutions."""
+    net, x = converted(source()), frames()
+    net(x).sum().backward()
+    assert net[0].weight.grad.abs().max() > 0
+    assert compare(converted(source(), 1).double(), x.double()) > 0.02
+    assert compare(sj_tac.convert(source(layers=1), "collapse", 2), x) > 0.02
     for change in (
         {"padding_mode": "circular", "_reversed_padding_repeated_twice": [1, 1, 1, 1]}, {"padding": "same"},
         {"dilation": (2, 2)}, {"_conv_forward": lambda x, w, b: torch.conv2d(x, 2 * w, b, padding=1)},
     ):  # fmt: skip
-        other = converted(source(**one))
+        other = converted(source(layers=1))
         other[0].__dict__.update(change)
-        assert not ran(other, x)
+        assert compare(other, x) > 0.02
     monkeypatch.setenv(conv_fire.VARIABLE, "0")
-    assert not ran(net, x)
+    before = count()
+    compare(net, x)
+    assert count() == before
 
 
-def test_who_gets_no_kernel_on_the_cpu(cpu, monkeypatch):
-    net, x = converted(source(layers=1)), frames()
-    for owner, name, value in (
-        (deferred, "LARGE_FOR_ONE", 1 << 60), (conv_launches, "_is_torchs", lambda *_: False),
-    ):  # fmt: skip
-        with monkeypatch.context() as patch:
-            patch.setattr(conv_launches, "_KINDS", {})
-            patch.setattr(owner, name, value)
-            assert not ran(net, x), name
+@torch.no_grad()
+def test_under_autocast_on_the_cpu(cpu):
+    net, before = converted(source(layers=1)), count()
     with torch.autocast("cpu", torch.float16):
-        assert not ran(net, x)
-    assert ran(converted(source(layers=1)), x)
+        assert net[0](frames())[:].dtype is torch.float16
+        assert net[1:](net[0](frames())).mean() > 0.02
+    assert count() == before
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -217,21 +196,6 @@ def test_frames_of_any_memory_format(cpu, k):
         before = count()
         assert 0.02 < compare(net, some) < 0.9
         assert count() - before == (4 if k == 1 and any(some is other for other in gaps) else 6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("pool", "k"), [("none", 2), ("2x2", 1)])
-def test_spikes_are_those_of_the_definition_in_float64(both, pool, k):
-    """Weights of any numbers, decay weights: but for spikes at the threshold, which rounding moves."""
-    torch.manual_seed(0)
-    net = awake(pool=POOLS[pool], layers=1)
-    exact = sj_tac.convert(copy.deepcopy(net).double(), "preserve", k, fuse=False)
-    fast, x, before = sj_tac.convert(net, "preserve", k), frames(8, 4, 32), count()
-    found, expected = fast(x), exact(x.double())
-    assert count() == before + 1
-    assert 0.05 < expected.mean() < 0.5
-    assert (found != expected).sum() <= 2e-5 * expected.numel()
-    torch.testing.assert_close(fast[2].v.double().median(), exact[2].v.median(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_prepared_sees_every_change(both):

@@ -140,16 +140,6 @@ def test_they_run_single_steps_and_frames_without_a_batch():
     assert results[0][0].any()
 
 
-def test_a_policy_that_speaks_of_them_is_followed_and_a_reference_backend_leaves_them():
-    net, _ = made()
-    every = sj_tac.convert(copy.deepcopy(net), preserve(2) | {"layers": ["conv", "linear"]})
-    assert [v.layer for v in sj_tac.report(every).verdicts] == ["features.0", "hidden", "last"]
-    assert not every.hidden_neuron._tac.head
-    kept = sj_tac.convert(net, preserve(2) | {"layers": ["conv", "linear"], "rules": [{"match": "last", "mode": "keep"}]})
-    plain = sj_tac.convert(net, preserve(2), backend="reference")
-    assert type(kept.last_neuron) is type(plain.last_neuron) is neuron.LIFNode
-
-
 def test_they_are_no_layers_of_the_report_nor_of_match_and_go_back():
     net, x = made()
     before = {name: value.clone() for name, value in net.state_dict().items()}

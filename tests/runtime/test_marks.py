@@ -3,16 +3,14 @@
 One layer collapses and others do not, so that a mark that is lost, or kept too long, is seen in what comes out.
 """
 
-import pairs
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import Way, agree, fused_and_defined, run, same
-from operations import FRAMES, added
-from spikingjelly.activation_based import functional, layer
-from support import awake, conv, frames, node, only_v2
+from comparing import agree, fused_and_defined, run, same
+from operations import added
+from spikingjelly.activation_based import layer
+from support import awake, conv, frames, node
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import sj_tac
 from sj_tac.errors import StaleValueError
@@ -30,6 +28,7 @@ POLICIES = {
         "default": {"mode": "preserve", "k": 2},
         "rules": [{"match": "conv1", "mode": "collapse", "k": 2, "spikes": "binary"}],
     },
+    "preserve": {"default": {"mode": "preserve", "k": 2}},
     "count, then more": {"default": {"mode": "collapse", "k": 6}, "rules": [{"match": "conv1", "mode": "collapse", "k": 3}]},
 }
 
@@ -87,24 +86,6 @@ def test_a_way_past_the_collapse_has_no_mark_though_its_frames_may_be_alike(spik
             same(run(each, x), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "spikes"),
-    [("nothing", "count"), ("by a parameter", "count"), ("by a parameter", "binary"), ("folded from the end", "binary")],
-)
-def test_the_neuron_of_a_linear_layer_does_fused_what_it_does_unfused(name, spikes):
-    class Headed(Net):
-        def __init__(self):
-            super().__init__(FRAMES[name])
-            self.gain = nn.Parameter(torch.linspace(0.5, 1.5, C).view(C, 1, 1))
-            self.linear = layer.Linear(64 * C, 8, step_mode="m")
-
-        def forward(self, x):
-            x = self.lif1(self.conv1(x))
-            return self.lif2(self.linear(self.change(x, x, self.gain).flatten(2)))
-
-    agree(made(Headed()), {"default": {"mode": "collapse", "k": 2, "spikes": spikes}}, X)
-
-
 # ---- hooks and looks -----------------------------------------------------------------------------------------------------
 HOOKS = {
     "another value": lambda m, args, y: y * 1.1,
@@ -159,17 +140,8 @@ def test_the_gradient_of_steps_that_a_pool_takes_means_of_is_refused(look, betwe
         assert seen[0] > 0
 
 
-class Residual(Net):
-    """Two values behind one layer, in a sum or side by side, of which somebody may look at one."""
-
-    def forward(self, x):
-        first = self.lif1(self.conv1(x))
-        return self.lif2(self.change(self.conv2(first), first))
-
-
 JOINS = {
     "sum": lambda y, i: y + i,
-    "turned": lambda y, i: i + y,
     "difference": lambda y, i: y - i,
     "in place": lambda y, i: y.add_(i),
     "beside": lambda y, i: torch.cat([y, i], 2)[:, :, 1 : C + 1],
@@ -186,77 +158,3 @@ def test_drives_of_groups_of_other_sizes_without_a_neuron_in_between(join, first
 
     rules = [{"match": "conv1"} | first, {"match": "conv3", "k": 4}]
     agree(made(Drives(JOINS[join])), {"default": {"mode": "preserve", "k": 2}, "rules": rules}, X)
-
-
-LOOKS = {
-    "an array": lambda x: x.detach().numpy(),
-    "data": lambda x: x.data,
-    "pointer": lambda x: x.data_ptr(),
-    "gradient kept": lambda x: x.retain_grad() if x.requires_grad else None,
-    "hook": lambda x: x.register_hook(lambda g: None) if x.requires_grad else None,
-    "sum": lambda x: x.sum(),
-}
-
-
-@pairs.parametrize(join=JOINS, look=LOOKS, policy=["collapse", "preserve"], module=["lif1", "conv2"])
-def test_who_looks_changes_nothing(join, look, policy, module):
-    net = made(Residual(JOINS[join]))
-    fused, defined = fused_and_defined(net, {"default": {"mode": policy, "k": 3}}, X)
-    expected = run(defined, X, Way("input"))
-    same(run(fused, X, Way("input")), expected)
-    for each in (fused, defined):
-        each.get_submodule(module).register_forward_hook(lambda m, a, out: (LOOKS[look](out), None)[1])
-        same(run(each, X, Way("input")), expected, "looked at")
-
-
-# ---- gradients -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("folds", [False, True], ids=["frames", "folded"])
-def test_gradients_that_are_kept_are_those_of_each_frame(folds):
-    """Of frames that are alike behind a collapse, too, as the definition shares a gradient out among them."""
-    kept = []
-
-    def keep(x):
-        x = x.flatten(0, 1) if folds else x
-        if x.requires_grad:
-            x.retain_grad()
-            kept.append(x)
-        return x.unflatten(0, (7, 3)) if folds else x
-
-    fused, defined = fused_and_defined(made(Net(keep)), {"default": {"mode": "collapse", "k": 2}}, X)
-    kept.clear()
-    for net in (fused, defined):
-        run(net, X)
-    torch.testing.assert_close(kept[0].grad, kept[1].grad, rtol=1e-9, atol=1e-12)
-    assert kept[0].grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=only_v2)])
-@pytest.mark.parametrize("name", ["copy of its dtype", "beside itself, by names"])
-@pytest.mark.parametrize("policy", ["count", "preserve"])
-def test_a_checkpoint_runs_a_neuron_again_as_it_was(policy, name, reentrant):
-    """Autograd runs the part outside of the net's call; what the trace says of it holds there, too.
-
-    In the net that preserves, two parts are one behind the other.
-    """
-
-    class Again(Net):
-        reentrant = None
-
-        def part(self, x, conv, lif):
-            functional.reset_net(lif)  # it runs twice
-            return lif(FRAMES[name](conv(x), None, None))
-
-        def forward(self, x):
-            x, how = self.lif1(self.conv1(x)), {"use_reentrant": self.reentrant}
-            for part in ((self.conv2, self.lif2), (self.conv3, self.lif3))[: 1 if policy == "count" else 2]:
-                x = self.part(x, *part) if self.reentrant is None else checkpoint(self.part, x, *part, **how)
-            return x
-
-    expected = None
-    for fuse in (True, False):
-        net = made(Again())
-        net = sj_tac.convert(net, POLICIES.get(policy, policy), example_input=X, fuse=fuse)
-        for net.reentrant in (None, reentrant):
-            found = run(net, X, Way("input"))
-            found.voltages = {}  # of what autograd runs again as far as it needs
-            same(found, expected := expected or found)

@@ -70,22 +70,6 @@ def by_torch(bn):
     return scale, shift if bn.bias is None else bn.bias + shift
 
 
-@pytest.mark.parametrize("learned", [("weight", "bias"), ("weight",), ("bias",), ()])
-def test_a_map_has_the_numbers_and_gradients_of_torchs_operations(learned):
-    bn, known, slopes, found = norm(16).eval(), host.Affine(), (torch.randn(16), torch.randn(16)), []
-    for name, parameter in bn.named_parameters():
-        parameter.requires_grad_(name in learned)
-    expected = by_torch(bn)
-    for by in (host.affine(bn, known), host.affine(bn, known), expected):
-        torch.testing.assert_close(by, expected, rtol=1e-6, atol=1e-6)
-        wanted = [p for p in bn.parameters() if p.requires_grad]
-        assert [value.requires_grad for value in by] == ["weight" in learned, bool(learned)]
-        pairs = [(value, slope) for value, slope in zip(by, slopes, strict=True) if value.requires_grad]
-        found.append(torch.autograd.grad([v for v, _ in pairs], wanted, [g for _, g in pairs]) if wanted else ())
-    for again in found[:-1]:
-        torch.testing.assert_close(again, found[-1], rtol=1e-6, atol=1e-6)
-
-
 def test_statistics_that_move_before_the_backward_do_not_move_its_gradients():
     bn, known = norm(4).eval(), host.Affine()
     with torch.no_grad():

@@ -17,7 +17,6 @@ from torch import nn
 import sj_tac
 from sj_tac.errors import PolicyError
 from sj_tac.runtime.borders import definition
-from sj_tac.runtime.values import Shared, Spikes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning"),
@@ -171,31 +170,6 @@ def test_an_operation_in_a_net_whose_layers_are_frozen(name):
     for parameter, value in net.named_parameters():
         value.requires_grad_("gain" in parameter or parameter.startswith("b.conv1"))
     check(net, POLICIES["count"])
-
-
-SHARED = [
-    "sum", "difference", "summed in place", "with its copy, in place", "rows side by side", "scaled", "moved in place",
-    "scaled in place by channels", "copy", "detached, and itself", "flat maps and back", "folded and back", "transposed",
-    "halves, one by one", "rows through a matrix", "turned", "rolled", "dropout that is off", "put",
-    "put with a place for time",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_an_operation_works_on_groups_and_makes_no_frames(name):
-    """Its result has T frames for who reads it, and is held as T / k of them: else k would not pay behind it."""
-    held = []
-
-    def change(x, y, gain):
-        held.append(FRAMES[name](x, y, gain))
-        return held[-1]
-
-    fused = sj_tac.convert(made(change), "preserve", 2, example_input=frames())
-    held.clear()
-    with torch.no_grad():
-        fused(frames())
-    # A matrix of spikes is taken frame by frame.
-    assert [type(x) for x in held[:2]] == [torch.Tensor if name == "rows through a matrix" else Spikes, Shared]
 
 
 @pytest.mark.parametrize(

@@ -99,13 +99,6 @@ def test_nothing_of_a_call_outlives_it(policy):
     assert alive() <= before
 
 
-def test_a_deep_copy_is_linked_again_by_its_first_call():
-    fast = copy.deepcopy(sj_tac.convert(csnn(), "preserve", 2))
-    with torch.no_grad():
-        fast(frames(6, 2, 2, 8, 8))
-    assert [v.last_read for v in sj_tac.report(fast).converted] == ["frames", "sums", "sums"]
-
-
 # ---- the host's own ways of calling a net --------------------------------------------------------------------------------
 POLICIES = {
     "preserve": {"mode": "preserve", "k": 2},
@@ -140,6 +133,3 @@ def test_a_net_by_its_states_and_in_memopts_checkpoints_is_the_net(policy, fuse)
     memopt.optimize_memory(fast, neuron.BaseNode, lambda net: net(x), level=1, compress=False)
     functional.reset_net(fast)
     torch.testing.assert_close(gradients(fast, fast(x)), expected)
-
-
-# ---- containers ----------------------------------------------------------------------------------------------------------
