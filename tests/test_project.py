@@ -225,3 +225,10 @@ def test_the_registers_in_the_docs_are_those_that_the_script_found():
     spilled = {a: max(row[a]["spill_bytes"] for row in known) for a in known[0]}
     assert len(spilled) >= 7
     assert all(most <= (16 if a in ("sm_80", "sm_90") else 32) for a, most in spilled.items())
+
+
+def test_the_wheel_has_every_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = [path.parent.relative_to(ROOT) for path in (ROOT / "sj_tac").rglob("__init__.py")]
+    found += [Path("sj_tac") / path.parent.relative_to(ROOT) for path in (ROOT / "rewrites").rglob("__init__.py")]
+    assert sorted(listed) == sorted({".".join(path.parts) for path in found})
