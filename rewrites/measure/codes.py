@@ -23,8 +23,8 @@ from sj_tac.rewrites.measure.neurons import Layout
 from sj_tac.rewrites.measure.runs import copied, first, is_convolution, run
 from sj_tac.rewrites.measure.survey import Neuron
 
-# A code is written in digits below this: 2^31 fits into float32, 2^T need not.
-DIGIT = 32
+# A code is written in digits below this: 2^31 fits into float32, 2^T need not. float16 ends at 2^16.
+DIGIT, DIGIT_OF_HALF = 32, 8
 
 
 class _Output(torch.autograd.Function):
@@ -54,6 +54,7 @@ class Coded:
     driven: dict[str, list[str]] = field(default_factory=dict)
     step_digits: int = 1
     sample_digits: int = 1
+    digit: int = DIGIT
     _found: dict[str, list[tuple[Tensor | None, ...]]] = field(default_factory=dict)
 
     def read(self, name: str, leads: int, neuron: str | None = None) -> list[Layout | Left]:
@@ -94,7 +95,7 @@ class Coded:
         steps, samples = coded[: self.step_digits], coded[self.step_digits :]
         found: Layout | Left = Left(Code.TIME_INSIDE, "time is inside its frames")
         rows = plain.shape[0]
-        t, n = _numbers(plain, steps, 1), _numbers(plain, samples, 1)
+        t, n = _numbers(plain, steps, 1, self.digit), _numbers(plain, samples, 1, self.digit)
         if t is not None:
             T = int(t[0].max()) + 1
             if T < 2:
@@ -106,13 +107,13 @@ class Coded:
                 return folded
             found = folded
         if plain.dim() > 2:
-            t, n = _numbers(plain, steps, 2), _numbers(plain, samples, 2)
+            t, n = _numbers(plain, steps, 2, self.digit), _numbers(plain, samples, 2, self.digit)
             if t is not None and n is not None and (in_two := _in_two(t, n[0])) is not None:
                 return in_two
         return _meeting(plain, coded) or found
 
 
-def _numbers(plain: Tensor, digits: list[Tensor], dims: int) -> tuple[Tensor, Tensor] | None:
+def _numbers(plain: Tensor, digits: list[Tensor], dims: int, base: int) -> tuple[Tensor, Tensor] | None:
     """Return the number that is written on each row of the leading ``dims`` dimensions, and which rows have one.
 
     None if the elements of a row have several. Where sums of many paths cancel, rounding hides a code; they may differ.
@@ -123,11 +124,11 @@ def _numbers(plain: Tensor, digits: list[Tensor], dims: int) -> tuple[Tensor, Te
     for place, digit in enumerate(digits):
         coded = digit.flatten(0, dims - 1).flatten(1)
         quotient = (coded.gather(1, at[:, None]) / rows.gather(1, at[:, None])).squeeze(1)
-        factor = 2 ** torch.where(seen, quotient.abs(), 1.0).log2().round().clamp(0, DIGIT)
+        factor = 2 ** torch.where(seen, quotient.abs(), 1.0).log2().round().clamp(0, base)
         off = torch.addcmul(coded, rows, factor[:, None], value=-1).abs_()
         if (off.amax(1) > 1e-5 * factor * largest.max()).any() or (quotient[seen] < 0).any():
             return None
-        number += factor.log2().long() * DIGIT**place
+        number += factor.log2().long() * base**place
     return number.view(plain.shape[:dims]), seen.view(plain.shape[:dims])
 
 
@@ -166,9 +167,9 @@ def _in_two(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | None:
     return None
 
 
-def _digits(largest: int) -> int:
+def _digits(largest: int, base: int) -> int:
     count = 1
-    while largest > DIGIT**count:
+    while largest > base**count:
         count += 1
     return count
 
@@ -190,8 +191,10 @@ class _Coder:
     def __init__(self, neurons: dict[str, Neuron], looks_at: Callable[[nn.Module], bool]) -> None:
         self.neurons, self.looks_at, self.found = neurons, looks_at, Coded()
         self.generator = torch.Generator().manual_seed(0)
-        self.found.step_digits = _digits(max([n.layout.T for n in neurons.values()], default=1))
-        self.found.sample_digits = _digits(max([n.layout.N for n in neurons.values()], default=1))
+        is_half = any(n.drives.dtype is torch.float16 for n in neurons.values())
+        self.found.digit = base = DIGIT_OF_HALF if is_half else DIGIT
+        self.found.step_digits = _digits(max([n.layout.T for n in neurons.values()], default=1), base)
+        self.found.sample_digits = _digits(max([n.layout.N for n in neurons.values()], default=1), base)
 
     def hook(self, net: nn.Module) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
@@ -212,7 +215,7 @@ class _Coder:
         signs = torch.randn(u.shape, generator=self.generator).sign().to(u)
         codes = [torch.zeros(1, dtype=torch.long)]
         for places, digits in zip(neuron.layout.places(u), (found.step_digits, found.sample_digits), strict=True):
-            codes += [places // DIGIT**i % DIGIT for i in range(digits)]
+            codes += [places // found.digit**i % found.digit for i in range(digits)]
         signed = u * signs
         found.drives.append((name, [(signed * 2.0 ** c.to(u.dtype)).sum() for c in codes]))
         for convolution in _above(u):

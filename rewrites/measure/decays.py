@@ -9,6 +9,7 @@ from sj_tac.rewrites.measure.neurons import Layout
 from sj_tac.rewrites.measure.runs import Call
 
 DOUBLINGS, HALVINGS = 24, 80
+LEAST = 1e-6
 
 
 class _Steps:
@@ -56,7 +57,7 @@ def measure(call: Call, layout: Layout) -> tuple[float, float] | None:
     """
     steps = _Steps(call, layout)
     theta = steps.least(steps.zero)
-    if theta is None:
+    if theta is None or (theta < LEAST).any():  # it never fires, or it emits something without any drive
         return None
     b = steps.least(theta * 0.5)
     if b is None:

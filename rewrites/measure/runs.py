@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
+
+from sj_tac import host
 
 # Largest difference, as a part of the largest value, of two results that count as the same: float32 sums in another order.
 TOLERANCE = 1e-5
@@ -18,7 +23,10 @@ TOLERANCE = 1e-5
 
 def fresh(module: nn.Module, hooks: bool = True) -> nn.Module:
     """Return a deep copy that shares the parameters. Without ``hooks``, those of the user's are gone; torch's own stay."""
-    made = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    shared: dict[int, Tensor] = {id(p): p for p in module.parameters()}
+    # A tensor that a call left behind, with its graph, has no deep copy.
+    shared |= {id(x): x.detach().clone() for x in _kept(module) if x.grad_fn is not None}
+    made = copy.deepcopy(module, shared)
     if not hooks:
         for part in made.modules():
             for held in (part._forward_hooks, part._forward_pre_hooks):
@@ -26,6 +34,14 @@ def fresh(module: nn.Module, hooks: bool = True) -> nn.Module:
                 for number in [n for n, hook in held.items() if not type(hook).__module__.startswith("torch.nn.utils")]:
                     del held[number]
     return made
+
+
+def _kept(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules hold as attributes, buffers or memories."""
+    for part in module.modules():
+        held = vars(part)
+        for values in (held, part._buffers, held.get("_memories", {})):
+            yield from (x for x in values.values() if isinstance(x, Tensor))
 
 
 def copied(arguments: Any) -> Any:
@@ -41,6 +57,10 @@ def first(values: Any) -> Tensor | None:
 
 def is_convolution(module: nn.Module) -> bool:
     """Return whether a module owns a weight of three or more dimensions, two of them larger than one."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return False
+    if host.is_neuron(module) or host.is_registered_neuron(module):
+        return False
     own: list[Tensor] = [p for p in module._parameters.values() if p is not None]
     if hasattr(module, "parametrizations"):
         own += [getattr(module, name) for name in cast(nn.ModuleDict, module.parametrizations)]
@@ -60,8 +80,15 @@ def hooked(handles: list[RemovableHandle]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(net: nn.Module) -> Iterator[None]:
-    """Keep the random stream and the mode of a net; measure in eval mode, and with gradients whatever the caller's mode."""
+    """Measure in eval mode, with gradients whatever the caller's mode; keep what a run of a copy may change all the same.
+
+    Kept are the random streams, modes, parameters (copies share them, and a forward may write into one) and memories (a
+    function that closes over the net runs the net itself).
+    """
     training = {module: module.training for module in net.modules()}
+    memories = {module: dict(vars(module)["_memories"]) for module in net.modules() if "_memories" in vars(module)}
+    parameters = {p: p.detach().clone() for p in net.parameters()}
+    streams = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[], enabled=True), torch.inference_mode(False), torch.enable_grad():
         try:
             net.eval()
@@ -69,6 +96,13 @@ def undisturbed(net: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in training.items():
                 module.training = mode
+            for module, held in memories.items():
+                vars(module)["_memories"].update(held)
+            for parameter, kept in parameters.items():
+                if not torch.equal(parameter.detach(), kept):
+                    parameter.data.copy_(kept)
+            random.setstate(streams[0])
+            np.random.set_state(streams[1])
 
 
 class Call:

@@ -49,15 +49,18 @@ def _longer(value: Any, dim: int, size: int) -> Any:
 def rules(name: str, examples: list[Example]) -> tuple[str, tuple[Rule, ...]]:
     """Return the module around a convolution whose calls tell its T, and all rules that find it in each of the examples.
 
-    The nearest module that tells T is taken: then a call of a part of the net shares as well.
+    The nearest module that tells T is taken: then a call of a part of the net shares as well. A size alone tells it only if
+    T was seen to vary; it may be the number of channels.
     """
     shown = [e for e in examples if name in e.steps and name in e.rows]
     if not shown:
         return "", ()
+    varies = len({e.steps[name] for e in shown}) > 1
     parts = name.split(".")[:-1]
     for of in [".".join(parts[:i]) for i in range(len(parts), -1, -1)]:
         found = _rules_of(of, name, shown)
-        if any(rule.kind in ("size", "quotient") for rule in found) or not of:
+        kinds = {rule.kind for rule in found}
+        if "quotient" in kinds or (varies and "size" in kinds) or not of:
             return of, found
     raise AssertionError("the net itself is the last")
 

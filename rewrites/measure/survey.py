@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from sj_tac import host
@@ -74,12 +75,14 @@ class _Surveyor:
 
     def hook(self, net: nn.Module) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
+        self._closed = {n for n, m in net.named_modules() if any(map(self._is_looked_at, m.modules()))}
         for name, module in net.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+                continue
             handles += [
                 module.register_forward_pre_hook(lambda m, a, k, name=name: self._before(name, m, a, k), with_kwargs=True),
                 module.register_forward_hook(lambda m, a, k, o, name=name: self._after(name, m, o), with_kwargs=True),
             ]
-        self._closed = {n for n, m in net.named_modules() if any(map(self._is_looked_at, m.modules()))}
         return handles
 
     def _is_looked_at(self, module: nn.Module) -> bool:
@@ -98,7 +101,7 @@ class _Surveyor:
         if is_tried and x is not None and _is_known(module):
             found.neurons[name] = Neuron(name, _known_layout(module, x), x.detach().clone(), is_known=True)
         # The first tensor is what is disturbed: numbers, of rows.
-        tensors = [a for a in args if isinstance(a, Tensor)]
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         is_tried &= name not in found.neurons and bool(tensors) and tensors[0] is x and not _is_no_neuron(module)
         self._open.append(Call(module, args, kwargs) if is_tried else None)
 
@@ -133,7 +136,10 @@ class _Surveyor:
     def _decay(self, call: Call, layout: Layout) -> tuple[float, float] | None:
         key = _key(call)
         if key not in self._decays:
-            self._decays[key] = decays.measure(call, layout)
+            try:
+                self._decays[key] = decays.measure(call, layout)
+            except Exception:  # it wants maps of their own size, or a second tensor that fits
+                self._decays[key] = None
         return self._decays[key]
 
 
