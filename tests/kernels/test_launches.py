@@ -13,6 +13,7 @@ from sj_tac import host
 from sj_tac.kernels import norm_map
 from sj_tac.kernels.gpu import launches
 from sj_tac.kernels.operands import Operands
+from sj_tac.kernels.weights import _at_once, decay_weights
 
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 
@@ -59,3 +60,13 @@ def test_the_affine_map_of_a_norm_is_one_launch_and_the_same_to_the_last_bit(dev
     norm_map.affine(made, known, "reference")
     norm_map.affine(made.double(), known, launcher)
     assert not device.calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [(1,) * 8, (2, 2, 2), (1,)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_decay_weights_of_a_tensor_at_once(lengths, normalize):
+    for number in (0.3, 0.9, 1.0):
+        beta = torch.tensor(number, dtype=torch.float64)
+        expected = torch.tensor([float(w) for w in decay_weights(number, lengths, normalize)], dtype=torch.float64)
+        torch.testing.assert_close(_at_once(beta, lengths, normalize), expected, rtol=1e-14, atol=0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from spikingjelly.activation_based import layer, neuron
+from spikingjelly.activation_based import functional, layer, neuron
 from support import conv, frames, node, norm
 from torch import nn
 
@@ -223,6 +223,22 @@ def test_what_is_refused_is_left_exactly_alone(reason):
     net = CASES[reason].eval()
     fast = sj_tac.convert(net, example_input=sample_for(reason))
     assert [type(m) for m in fast.front.modules()] == [type(m) for m in net.front.modules()]
+
+
+class Detector(nn.Sequential):
+    """Every block runs folded, its neuron in it, as published detectors have them: no neuron shows what T is."""
+
+    def forward(self, x):
+        for block in self:
+            x = functional.seq_to_ann_forward(x, block)
+        return x
+
+
+def test_where_all_neurons_step_through_the_samples_the_reason_says_so():
+    net = Detector(*(nn.Sequential(nn.BatchNorm2d(c), nn.Conv2d(c, 4, 3, padding=1), node("plif")) for c in (2, 4)))
+    verdicts = sj_tac.plan(net.eval(), example_input=torch.rand(5, 2, 2, 8, 8)).verdicts
+    assert [(v.layer, v.reason) for v in verdicts] == [("0.1", "NEURON_FOLDED"), ("1.1", "NEURON_FOLDED")]
+    assert "are handed 10 frames" in verdicts[0].detail
 
 
 class WrittenOut(nn.Module):

@@ -119,13 +119,11 @@ FRAMES = {
     "beside itself, by names": lambda x, y, g: torch.cat(tensors=[x, x], dim=2)[:, :, :C],
     "beside zeros, and away": lambda x, y, g: torch.cat([x, torch.zeros_like(x)], 2)[:, :, :C],
     "rows side by side": lambda x, y, g: torch.cat([x, y], axis=-2),
-    "columns side by side": lambda x, y, g: torch.concat((x, y), dim=-1),
     "one after the other": lambda x, y, g: torch.cat([x, y], 0),
     "products": lambda x, y, g: x * y + x @ y.transpose(-1, -2) * 0.2,
     # Numbers and tensors.
     "scaled": lambda x, y, g: torch.mul(3, -x) * 0.5 / 4,
     "scaled by other numbers": lambda x, y, g: x * np.float64(0.7) * True,
-    "scaled by other names": lambda x, y, g: torch.subtract(torch.multiply(2.0, x), y).divide(1.5).negative().multiply_(-2),
     "scaled in place by channels": lambda x, y, g: x.mul_(CHANNELS),
     "moved": lambda x, y, g: 1 - (x + 0.5).sub(0.2),
     "moved in place": lambda x, y, g: added(x, CHANNELS).add_(0.25),
@@ -202,9 +200,6 @@ FRAMES = {
     ),
     # Writes to places.
     "put": lambda x, y, g: put(x, (slice(None), slice(None), 1), 0.3),
-    "put of a rounded parameter": lambda x, y, g: put(
-        x, (slice(None), slice(None), slice(1, 2)), g.float()[1].view(1, 1, 1)
-    ),
     "put with a place for time": lambda x, y, g: put(x, (..., 0, slice(1, 3)), CHANNELS.view(1, 1, C, 1)),
     "put everywhere": lambda x, y, g: put(x, ..., 1) + y,
     "put by sample": lambda x, y, g: put(x, (..., 0), SAMPLES.view(N, 1, 1)),
@@ -220,7 +215,6 @@ FRAMES = {
 }
 # The same of [T * N, C, H, W].
 FOLDED = {
-    "nothing": lambda x, y, g: x,
     "sum": lambda x, y, g: x + y,
     "difference in place": lambda x, y, g: x.__isub__(y),
     "side by side": lambda x, y, g: torch.cat([x, y], 1),
@@ -231,7 +225,6 @@ FOLDED = {
     "border": lambda x, y, g: F.pad(F.pad(x, (1, 1, 1, 1)), (1, 1, 1, 1), mode="reflect"),
     "samples around": lambda x, y, g: F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0)),
     "put": lambda x, y, g: put(x, (slice(None), slice(None), slice(-2, None)), MAP[None, :, :2]),
-    "turned": lambda x, y, g: x.flip(1),
     "pixels for channels": lambda x, y, g: several(F.pixel_unshuffle(x, 3), F.pixel_shuffle(x, 2)),
     "shuffled": lambda x, y, g: torch.channel_shuffle(x, 2),
     "einsum": lambda x, y, g: torch.einsum("cd,bchw->bdhw", MAP[:, :C, 0], x),
@@ -241,10 +234,8 @@ FOLDED = {
     "shapes": lambda x, y, g: several(
         x.flatten(2).transpose(1, 2), x.permute(0, 2, 3, 1), x.unbind(dim=-1)[0], x.reshape(T, N, C // 2, -1), x.flatten(1)
     ),
-    "unfolded and folded": lambda x, y, g: x.view(T, -1, *x.shape[1:]).flatten(0, 1),
     "another memory format": lambda x, y, g: x.contiguous(memory_format=torch.channels_last),
     "rounded": lambda x, y, g: x.float().type_as(y),
-    "halves": lambda x, y, g: torch.cat(x.chunk(2, 1), 1),
     "average pool": lambda x, y, g: F.avg_pool2d(input=x, kernel_size=3, stride=1, padding=1),
     "other pools": lambda x, y, g: several(F.adaptive_avg_pool2d(x, 2), F.avg_pool1d(x.flatten(2), 3)),
     "interpolated": lambda x, y, g: F.interpolate(x, scale_factor=2, mode="bilinear"),

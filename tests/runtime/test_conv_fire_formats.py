@@ -93,10 +93,6 @@ def test_strides_and_numbers_are_those_without_the_kernel(channels, lies, pool, 
     assert is_channels_last(found[len(net)]) is (in_last and outputs > 1)  # the first voltages
 
 
-def cast(dtype):
-    return torch.autocast(stub_cuda.DEVICE, dtype)
-
-
 CAST = [(torch.bfloat16, "both", "2x2", 2), (torch.float16, "neither", "none", 1)]
 if pairs.EXHAUSTIVE:
     CAST = list(product([torch.bfloat16, torch.float16], FORMATS, POOLS, [1, 2]))
@@ -106,7 +102,7 @@ if pairs.EXHAUSTIVE:
 def test_under_autocast_numbers_and_dtypes_are_those_without_the_kernel(dtype, lies, pool, k, monkeypatch):
     net, x = converted(source(2, 8, POOLS[pool]), k, lies), frames(lies)
     plain = seen(net, x, monkeypatch, "1")
-    with cast(dtype):
+    with torch.autocast(stub_cuda.DEVICE, dtype):
         expected = seen(net, x, monkeypatch, "0")
         before = RUNS["conv_fire", "cupy"]
         found = seen(net, x, monkeypatch, "1")

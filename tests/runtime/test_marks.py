@@ -89,14 +89,12 @@ def test_a_way_past_the_collapse_has_no_mark_though_its_frames_may_be_alike(spik
 # ---- hooks and looks -----------------------------------------------------------------------------------------------------
 HOOKS = {
     "another value": lambda m, args, y: y * 1.1,
-    "turned": lambda m, args, y: y.flip(-1),
     "written": lambda m, args, y: (y.mul_(1.1), None)[1],
     "summed": lambda m, args, y: added(y, y.clone()),
     "looked at": lambda m, args, y: (y.sum(), None)[1],
 }
 POOLS = {
     "another pool": lambda: layer.MaxPool2d(4, step_mode="m"),
-    "a pool of means": lambda: layer.AvgPool2d(4, step_mode="m"),
     "no pool": nn.Identity,
 }
 
