@@ -9,6 +9,7 @@ import torch
 from spikingjelly.activation_based import functional, layer
 from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sj_tac
 from sj_tac import host
@@ -367,3 +368,29 @@ def test_a_call_in_a_call_and_one_that_fails_leave_the_outer_call_its_frames():
     fast.conv.register_forward_pre_hook(inside)
     assert torch.equal(output(fast, x), wanted)
     assert torch.equal(found[0], wanted_inside)
+
+
+@waits
+def test_two_reentrant_checkpoints_hand_gradients_through_a_collapse():
+    class Parts(nn.Module):
+        how = None
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.ModuleList([conv(2, 2, padding=1), node("lif", v_threshold=0.1)]) for _ in range(2))
+
+        def forward(self, x):
+            for c, lif in (self.a, self.b):
+                part = lambda y, c=c, lif=lif: (functional.reset_net(lif), lif(c(y)))[1]  # noqa: E731
+                x = part(x) if self.how is None else checkpoint(part, x, use_reentrant=self.how)
+            return x
+
+    torch.manual_seed(0)
+    fast = sj_tac.convert(Parts().eval(), "collapse", 2, example_input=frames(7, 3, 2, 8, 8), fuse=False)
+    found = []
+    for fast.how in (False, True):
+        x = frames(7, 3, 2, 8, 8).requires_grad_()
+        fast(x).sum().backward()
+        found.append(x.grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
