@@ -16,12 +16,13 @@ def put(i, make):
     return lambda net: net.b.__setitem__(i, make().double().train(net.training))
 
 
-def other_order(net):
-    net.b, net.c = net.c, net.b
-
-
 def other_tau(net):
     net.b[2].tau, net.b[2].v_threshold = 3.0, 0.75 * net.b[2].v_threshold
+
+
+def other_order(net):
+    other_tau(net)  # or both would sum frames alike
+    net.b, net.c = net.c, net.b
 
 
 EDITS = {
