@@ -4,11 +4,15 @@ import pytest
 import torch
 from definition import define
 from spikingjelly.activation_based import functional
-from test_forwards import ASKS, Assigned, Base, Optional, Plain, Rectified, Wrapped, X, bare, made, settings, verdicts
+from test_forwards import ASKS, Assigned, Base, Optional, Plain, Rectified, Wrapped, X, bare, made, settings
 from torch import nn
 
 import sj_tac
 from sj_tac.errors import ConversionError, SjTacError, TraceError
+
+
+def verdicts(net, example=None):
+    return [(v.layer, v.status, v.reason, v.detail) for v in sj_tac.plan(net, k=2, example_input=example).verdicts]
 
 
 @pytest.mark.parametrize("example", [X, None], ids=["sample", "symbols"])
