@@ -7,7 +7,7 @@ import pytest
 import torch
 from idioms.constants import FURTHER
 from idioms.miniatures import N, T
-from idioms.test_idioms import CLOSE, EVERY, IDIOMS, inputs, make, oracle, run, same, train_neurons
+from idioms.test_idioms import AT_LENGTH, CLOSE, EVERY, IDIOMS, inputs, make, oracle, run, same, train_neurons
 from spikingjelly.activation_based import functional
 from support import ZOO, awake, frames, only_v2
 from torch import nn
@@ -44,7 +44,7 @@ def test_its_convolutions_are_planned_and_are_what_hooks_make(name):
         same(run(shared(name, net, k), x), run(oracle(name, net, k), x), **CLOSE)
 
 
-@EVERY
+@AT_LENGTH
 def test_the_plan_holds_for_other_numbers_of_samples_and_steps(name):
     net, _ = make(name, torch.float64)
     shape = IDIOMS[name].shape
