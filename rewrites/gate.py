@@ -160,7 +160,7 @@ class Gate:
 
 
 def _nothing() -> None:
-    """A copy of a net has no captured calls; its first call makes them (``Attach``)."""
+    """Return None, for a gate that is copied or pickled: the copy's first call makes a gate of its own (``Attach``)."""
 
 
 def _methods(kind: type) -> list[str]:

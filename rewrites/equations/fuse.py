@@ -36,7 +36,7 @@ def fire(**operands: Any) -> tuple[Tensor, Tensor]:
     None; w: of a PLIF; steps: T; numbers: ``host.Numbers``; k; places: dimensions of a frame of one sample; pool: (kind,
     kh, kw, sh, sw, ph, pw) or None; sums: (k, weights, by, form) of the aggregate that reads the spikes, or None.
     """
-    raise NotImplementedError(operands)
+    raise NotImplementedError(f"lower() did not replace fire of {list(operands)}")
 
 
 def fuse(graph: Graph) -> None:

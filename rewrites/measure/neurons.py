@@ -1,4 +1,4 @@
-"""Which modules are neurons, whoever wrote them: rows of one dimension influence others, and only later ones."""
+"""Which modules are neurons, of any class: rows of one dimension influence others, and only later ones."""
 
 from __future__ import annotations
 

@@ -107,6 +107,9 @@ class _Planner:
 
     def run(self) -> Plan:
         surveyed, found = survey(self.net, self.arguments, self.looks_at), self.found
+        hooked = [n or type(m).__name__ for n, m in self.net.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+        if hooked:
+            found.notes.append(f"planned without the hooks of {hooked[:3]}: one that changes data makes another net of it")
         found.neurons, found.others = surveyed.neurons, surveyed.others
         coded = codes.code(self.net, self.arguments, surveyed.neurons, self.looks_at)
         for name, module in self.net.named_modules():

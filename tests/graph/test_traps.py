@@ -2,7 +2,6 @@
 
 import copy
 import re
-import time
 import warnings
 
 import pytest
@@ -123,9 +122,7 @@ def test_4_another_k_captures_nothing(name):
         for each in (fast, slow):
             graph.set_k(each, k)
             functional.reset_net(each)
-        start = time.process_time()
         agree(fast, slow, x)
-        assert time.process_time() - start < 20
     assert captures(fast) == number
 
 

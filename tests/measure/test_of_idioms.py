@@ -1,11 +1,9 @@
 """The measured plan on the idioms of published nets, and on SpikingJelly's own nets: against hooks, and in any size."""
 
 import copy
-import time
 
 import pytest
 import torch
-from idioms.constants import FURTHER
 from idioms.miniatures import N, T
 from idioms.test_idioms import AT_LENGTH, CLOSE, EVERY, IDIOMS, inputs, make, oracle, run, same, train_neurons
 from spikingjelly.activation_based import functional
@@ -63,16 +61,14 @@ QUICK = ("CIFAR10Net", "spiking_vgg11_bn", "sew_resnet18", "ms_resnet18")
 @only_v2
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in ZOO])
 def test_nets_of_spikingjelly(name):
-    """At least the convolutions that are known to drive neurons, in few forwards; and k = 1 is the source."""
+    """At least the convolutions that are known to drive neurons; and k = 1 is the source."""
     torch.manual_seed(0)
     builder, (channels, side, _), chains, _ = ZOO[name]
     side = min(side, 32) if "Net" not in name else side
     net, x = builder().eval(), frames(4, 2, channels, side, side, rate=0.3)
     functional.set_step_mode(net, "m")
     awake(net, x)
-    start = time.process_time()
     found = plan(net, (x,))
-    assert time.process_time() - start < 60
     assert len(found.convolutions) == len([m for m in net.modules() if isinstance(m, nn.modules.conv._ConvNd)])
     affine = [layer for layer, each in found.shared.items() if each.is_affine]
     assert len(affine) >= chains, {n: each.why for n, each in found.convolutions.items() if isinstance(each, Left)}
@@ -81,8 +77,3 @@ def test_nets_of_spikingjelly(name):
     with torch.no_grad():
         functional.reset_net(net)
         assert torch.equal(fast(x), net(x))
-
-
-def test_there_are_idioms_of_each_kind():
-    assert len(IDIOMS) > 15
-    assert FURTHER.keys() <= IDIOMS.keys()

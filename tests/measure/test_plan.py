@@ -144,7 +144,8 @@ def test_a_plan_leaves_the_net_and_the_random_stream_as_they_were(name):
     torch.manual_seed(3)
     called = []
     net.register_forward_hook(lambda *args: called.append(args))
-    plan(net, (frames(CASES[name].shape),))
+    notes = plan(net, (frames(CASES[name].shape),)).notes
+    assert "planned without the hooks of ['Net']" in notes[0]
     assert torch.equal(torch.rand(3), wanted)
     assert not called
     assert net.training

@@ -156,23 +156,6 @@ def test_a_neuron_that_steps_through_samples_makes_no_others_of_frames():
     assert {v.layer: v.reason for v in plan.refused} == {"proj": "NEURON_FOLDED"}
 
 
-class Windows(Projected):
-    """Behind the first block four windows of each map stand in the batch: as many rows as frames, where T is 4."""
-
-    def between(self, x):
-        if x.shape[-1] == 2:
-            return x
-        t, n = x.shape[:2]
-        x = x.mean(0).unflatten(2, (2, -1)).unflatten(4, (2, -1)).permute(0, 2, 4, 1, 3, 5)
-        return x.reshape(n * 4, C, 2, 2).unflatten(0, (t, n))
-
-
-def test_windows_are_found_there_too():
-    plan = sj_tac.plan(made(Windows), k=2, example_input=inputs(4, 3, 3, 4, 4))
-    assert plan["convs.1"].reason == "FOLD_AMBIGUOUS"
-    assert "change with the first sample" in plan["convs.1"].detail
-
-
 # ---- samples that are kept sparse, and made dense in the forward, as events are -----------------------------------------
 
 
@@ -182,10 +165,7 @@ class Dense(Blocks):
 
 
 # torch's own word on compressed layouts, once a process.
-sparse = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
-
-
-@sparse
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("dimensions", [5, 2, 1])
 def test_a_sparse_sample_shows_what_the_dense_one_does(dimensions):
     """Coordinates of numbers, of whole samples, of whole frames."""
@@ -198,10 +178,3 @@ def test_a_sparse_sample_shows_what_the_dense_one_does(dimensions):
     for one in (x, given):
         torch.testing.assert_close(run(fast, one), expected, rtol=1e-7, atol=1e-9)
     assert time_axis(made(Dense), given) == time_axis(made(Dense), x) == 0
-
-
-@sparse
-def test_one_that_cannot_be_made_longer_says_nothing_of_time():
-    given = inputs(T, N, 3, 8, 8).to_sparse_bsr((8, 8))
-    assert time_axis(made(Dense), given) is None
-    assert {v.reason for v in sj_tac.plan(made(Dense), k=2, example_input=given)} == {"TIME_UNKNOWN"}
