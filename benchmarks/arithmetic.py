@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from benchmarks import first_layer
-
 # An H200: 90 % of the bytes a second of its specification, and its dense FLOP/s.
 BANDWIDTH = 4.3e12
 PEAK = {"TF32": 495e12, "bf16": 989e12}
@@ -108,76 +106,10 @@ def table(precision: str, steps: int = 16, batch: int = 16) -> str:
     return "\n".join(lines)
 
 
-# Instructions of one kernel that convolves and fires, for one drive of one neuron at k = 1, 2, 4: the convolution's fmaf, k
-# steps, and all around them (benchmarks.registers.instructions_a_drive). The CUDA cores' FLOP/s are in them: an fmaf is one.
-DRIVE = {
-    "TF32": {"2 -> 128, 3x3, 2x2 pool": (44, 50, 63), "2 -> 64, 3x3, no pool": (44, 52, 66),
-             "3 -> 64, 7x7 stride 2, 3x3 pool": (225, 228, 251)},
-    "bf16": {"2 -> 128, 3x3, 2x2 pool": (46, 53, 65), "2 -> 64, 3x3, no pool": (48, 56, 71),
-             "3 -> 64, 7x7 stride 2, 3x3 pool": (230, 231, 254)},
-}  # fmt: skip
-FIRST_KS = (1, 2, 4)
-
-
-@dataclass(frozen=True)
-class First:
-    """A first layer by cuDNN and ``fire``, and in one kernel: GB, GFLOP of the convolution, and the floors in ms."""
-
-    apart_bytes: float
-    together_bytes: float
-    flops: float
-    apart: float
-    together: float
-
-
-def first(case: str, precision: str, k: int, steps: int = 16, batch: int = 16) -> First:
-    """Both ways of a layer; its input is aggregated before either, which is not counted."""
-    inputs, outputs, kernel, stride, size, pool = first_layer.CASES[case]
-    item, groups = ITEM[precision], steps // k
-    frame, frame_in = batch * outputs * (size // stride) ** 2, batch * inputs * size**2
-    written = groups * frame * (1.0 if pool is None else 0.25) * item + frame * 4
-    if pool is not None and pool[0] == 3:
-        written += 2 * frame * 4 * -(-steps // 32)  # bits, written and read
-    flops = 2.0 * kernel**2 * inputs * groups * frame
-    conv, neurons = groups * (frame_in + frame) * item, groups * frame * item + written
-    apart = max(conv / BANDWIDTH, flops / PEAK[precision])
-    apart += max(neurons / BANDWIDTH, steps * frame * STEP[precision] / ISSUED)
-    # Frames that are somebody else's are copied; sums are nobody's.
-    together = groups * frame_in * item * (3 if k == 1 else 1) + written
-    instructions = groups * frame * DRIVE[precision][case][FIRST_KS.index(k)]
-    return First(conv + neurons, together, flops, apart, max(together / BANDWIDTH, instructions / ISSUED))
-
-
-def first_table() -> str:
-    """Markdown: what one kernel saves, on paper, for each layer, precision and k."""
-    head = [
-        "layer",
-        "precision",
-        "k",
-        "GFLOP",
-        "GB, two kernels",
-        "GB, one",
-        "floor, two kernels, ms",
-        "floor, one, ms",
-        "ratio",
-    ]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for case in first_layer.CASES:
-        for precision in PEAK:
-            for k in FIRST_KS:
-                found = first(case, precision, k)
-                cells = [case, precision, str(k), f"{found.flops / 1e9:.1f}"]
-                cells += [f"{n / 1e9:.2f}" for n in (found.apart_bytes, found.together_bytes)]
-                cells += [f"{1e3 * n:.3f}" for n in (found.apart, found.together)]
-                lines.append(f"| {' | '.join((*cells, f'{found.apart / found.together:.2f}x'))} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for precision in PEAK:
         print(f"{precision}\n\n{table(precision)}\n")
-    print(f"A first layer in one kernel\n\n{first_table()}")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from rich.table import Table
 from spikingjelly.activation_based import layer, neuron
 
 from benchmarks.measure import LAST, interleaved, parsed, parser, save_rows
-from sj_tac.kernels import fire as kernels
-from sj_tac.kernels.cpu.launches import Launch
+from sj_tac.kernels import fire as kernels, fire_op
 
 STEPS, BATCH, CHANNELS = 16, 4, 128
 KS = (1, 2, 4, 8)
@@ -45,11 +44,10 @@ def fired(size: int, k: int, pooled: bool, last: bool, dtype: torch.dtype) -> Ti
     node, pool = neuron.LIFNode(step_mode="m").eval(), layer.MaxPool2d(2, step_mode="m") if pooled else None
     affine = torch.ones(CHANNELS), torch.zeros(CHANNELS)
     weights = torch.full((STEPS,), 1 / k) if k > 1 else None
-    launch = Launch(
-        kernels.operands(kernels.Call(y, node, [k] * len(y), None, None, *affine, pool, weights, k), None), dtype
-    )
-    out, v = launch(y, None, None, affine)
-    return Timed(lambda: launch(y, None, None, affine), sum(x.numel() * x.element_size() for x in (y, out, v)))
+    call = kernels.Call(y, node, [k] * len(y), None, None, *affine, pool, weights, k if k > 1 else 1)
+    operands = kernels.operands(call, None)
+    moved = sum(x.numel() * x.element_size() for x in (y, *fire_op.fire_now(*operands)))
+    return Timed(lambda: fire_op.fire_now(*operands), moved)
 
 
 def copied(moved: int) -> Timed:

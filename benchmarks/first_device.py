@@ -1,7 +1,7 @@
 """The first calls on a device, each of which says at once whether it is right: python -m benchmarks.first_device
 
 ``fire`` forward and backward against the reference kernel for each dtype, memory format and pool; a side stream; a captured
-call; SpikingJelly's own neuron; first layers in one kernel. A row is written before the next call begins, so that what stops
+call; SpikingJelly's own neuron. A row is written before the next call begins, so that what stops
 the process is the last line. ``--device cpu`` tries the script itself where there is no device.
 """
 
@@ -20,9 +20,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks import first_layer, measure
 from sj_tac.functional import fire
-from sj_tac.kernels.gpu import conv_fire
 from sj_tac.support import machine
 
 POOLS: dict[str, Callable[[], nn.Module] | None] = {
@@ -122,54 +120,6 @@ def calls(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield "a captured call", captured
 
 
-def seen(layer_1: nn.Module, x: Tensor, said: str) -> list[Tensor]:
-    """What a first layer puts out, its last voltages, and drives that are read afterwards: in one kernel ("1") or not."""
-    functional.reset_net(layer_1)
-    conv, norm, neurons, *pools = layer_1
-    with first_layer.asked(said):
-        drives = conv(x)
-        value = neurons(norm(drives))
-        for pool in pools:
-            value = pool(value)
-        return [value[:], neurons.v, drives[:]]
-
-
-def first_layers(device: str, backend: str) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Convolution and ``fire`` in one kernel, against the two of them; in channels_last also against the contiguous one."""
-    if torch.device(device).type not in conv_fire.DEVICES:
-        return
-    dtypes, pools = (torch.float32, torch.float16, torch.bfloat16), {"no pool": None, "2x2": (2, 2, 0), "3x3": (3, 2, 1)}
-    for last, dtype, kernel, pool in itertools.product((False, True), dtypes, (3, 5, 7), pools):
-        if last and kernel > 3 and pool != {5: "2x2", 7: "3x3"}[kernel]:
-            continue  # every program has to be compiled
-
-        @torch.no_grad()
-        def check(last: bool = last, dtype: torch.dtype = dtype, kernel: int = kernel, pool: str = pool) -> str:
-            torch.manual_seed(0)
-            case = first_layer.Case(3, 24, kernel, 2 if kernel == 7 else 1, 0, pools[pool])
-            layer_1 = first_layer.source(case, bias=kernel == 5).to(device)
-            fast = sj_tac.convert(layer_1, "preserve", 2, backend=backend).to(dtype)
-            x = first_layer.events((5, 2, 3, 52, 76), dtype, device)
-            before, contiguous = first_layer.runs(), seen(fast, x, "1") if last else []
-            if last:
-                fast = fast.to(memory_format=torch.channels_last)
-            found = [seen(fast, x, said) for said in ("0", "1")]
-            ran = first_layer.runs() - before
-            two, one = (outputs.float() for outputs, *_ in found)
-            off, rate = float((two != one).float().mean()), float(two.mean())
-            wrong = off > (1e-4 if dtype == torch.float32 else 1e-2) or not 0.02 < rate < 0.98 or ran != 1 + last
-            wrong = wrong or any(ours.stride() != theirs.stride() for theirs, ours in zip(*found, strict=True))
-            said = f"{100 * off:.4f} % of outputs differ, rate {rate:.2f}, ran {ran} times"
-            if last:
-                alike = all(torch.equal(ours, theirs) for theirs, ours in zip(contiguous, found[1], strict=True))
-                said += ", as contiguous to the last bit" if alike else ", OTHERS than contiguous"
-                wrong = wrong or not alike
-            return f"{'WRONG: ' if wrong else ''}{said}"
-
-        name = f"{str(dtype)[6:]}, {kernel}x{kernel}, {pool}{measure.LAST if last else ''}"
-        yield f"convolution and fire in one kernel, {name}", check
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -187,7 +137,7 @@ def main() -> None:
             file.flush()
 
         note("machine", machine.describe())
-        stages = [stage(options.device, options.backend) for stage in (fires, calls, first_layers)]
+        stages = [stage(options.device, options.backend) for stage in (fires, calls)]
         for name, check in itertools.chain(*stages):
             begun = time.perf_counter()
             try:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import sj_tac
 from benchmarks import measure, nets
-from benchmarks.gpu_kernels import Results, bandwidth, first_layers, overheads
+from benchmarks.gpu_kernels import Results, bandwidth, overheads
 from sj_tac import capturing
 from sj_tac.support.files import write_text
 
@@ -172,7 +172,7 @@ def timed(make: Callable[[], Callable[[], Any]], rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "peak MB": round((called or made) / 1e6, 1)}
 
 
-KERNELS = {"bandwidth": bandwidth, "first-layers": first_layers, "overhead": overheads}
+KERNELS = {"bandwidth": bandwidth, "overhead": overheads}
 STAGES = (*KERNELS, "inference", "training")
 PRECISIONS = ("TF32", "bf16", "bf16 weights")
 

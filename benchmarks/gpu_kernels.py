@@ -1,4 +1,4 @@
-"""What single kernels and layers take on a CUDA device: bytes a second, first layers both ways, and what a call costs.
+"""What single kernels and layers take on a CUDA device: bytes a second, and what a call costs.
 
 For ``benchmarks.gpu``, which runs these before whole nets. Times of kernels are those of replays of a CUDA graph, between
 events of the device, so that no Python is in them.
@@ -19,7 +19,7 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 import sj_tac
-from benchmarks import first_layer, measure, nets, overhead
+from benchmarks import measure, nets, overhead
 from sj_tac import capturing
 from sj_tac.functional import fire
 from sj_tac.kernels import backends
@@ -138,54 +138,6 @@ def bandwidth(results: Results, console: Console) -> None:
                     name = f"{str(dtype)[6:]}, {size} x {size}, k={k}{LAST if last else ''}"
                     case = (dtype, last, size, k)
                     console.print(results.add(stage, name, lambda case=case, how=measured: how(*case)))
-
-
-@torch.no_grad()
-def one_kernel(case: str, dtype: torch.dtype, k: int, device: str = "cuda") -> dict[str, Any]:
-    """Milliseconds of a first layer by cuDNN and ``fire``, and in one kernel, in both memory formats; which is faster; and
-    outputs that differ.
-
-    Raises RuntimeError where the kernel does not run as it was told to, or gives other numbers in the other format.
-    """
-    net, x = first_layer.converted(first_layer.ON_GPU[case], dtype, k, device)
-    folded = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, x.shape[:2])
-    found: dict[str, Tensor] = {}
-    row: dict[str, Any] = {}
-    for format_, frames in (("", x), (LAST, folded)):
-        alone = net[:-2].to(memory_format=torch.channels_last) if format_ else net[:-2]
-        times = {}
-        for way, said in (("cuDNN, fire", "0"), ("one kernel", "1")):
-            name, before = f"{way}{format_}", first_layer.runs()
-            with first_layer.asked(said):
-                found[name] = _first(alone, frames)
-                times[way] = seconds_of(lambda alone=alone, frames=frames: _first(alone, frames))
-            if (first_layer.runs() > before) is not (said == "1"):
-                raise RuntimeError(f"{name}: the kernel that convolves and fires ran {first_layer.runs() - before} times")
-        apart, together = times.values()
-        row |= {f"{way}{format_}, ms": 1e3 * seconds for way, seconds in times.items()}
-        row |= {f"ratio{format_}": round(apart / together, 3), f"faster{format_}": min(times, key=lambda way: times[way])}
-        differ = found[f"cuDNN, fire{format_}"] != found[f"one kernel{format_}"]
-        row[f"outputs that differ{format_}"] = float(differ.float().mean())
-    if not torch.equal(found["one kernel"], found[f"one kernel{LAST}"]):
-        raise RuntimeError("one kernel: other outputs in channels_last")
-    return row
-
-
-def _first(alone: nn.Module, x: Tensor) -> Tensor:
-    """What a first layer hands on: sums, or frames where nothing is summed."""
-    functional.reset_net(alone)
-    value: Any = alone(x)
-    found: Tensor = next(iter(value.sums.values())) if getattr(value, "sums", None) else value[:]
-    return found
-
-
-def first_layers(results: Results, console: Console) -> None:
-    """``one_kernel`` of every layer: what decides whether it is taken where it can be."""
-    for dtype in DTYPES:
-        for case in first_layer.ON_GPU:
-            for k in KS if case in first_layer.CASES else (2,):
-                name, which = f"{str(dtype)[6:]}, {case}, k={k}", (case, dtype, k)
-                console.print(results.add("first layer", name, lambda which=which: one_kernel(*which)))
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.measure import LAST
 from benchmarks.tables import rows, where
 
 
@@ -23,30 +22,6 @@ def gpu_bandwidth(content: dict[str, Any]) -> str:
         for row in content["bandwidth"]
     ]
     return f"{_where(content)}. The fastest copy: {copy} GB/s.\n\n" + rows(["", "ms", "GB/s", "of the fastest copy"], lines)
-
-
-def gpu_first_layers(content: dict[str, Any]) -> str:
-    """First layers by cuDNN and ``fire``, and in one kernel; that of channels_last where it was measured."""
-    lines, found = [], content["first layer"]
-    both = f"one kernel{LAST}, ms" in found[0]
-    for row in found:
-        one, two, last = (row[f"{how}, ms"] for how in ("one kernel", "cuDNN, fire", f"cuDNN, fire{LAST}"))
-        differ = f"{100 * row['outputs that differ']:.2g} %" if row["outputs that differ"] else "none"
-        more = [f"{row[f'one kernel{LAST}, ms']:.3f}", f"{row[f'ratio{LAST}']:.2f}x"] if both else []
-        lines.append(
-            [row["name"], f"{two:.3f}", f"{last:.3f}", f"{one:.3f}", *more[:1], f"{two / one:.2f}x", *more[1:], differ]
-        )
-    head = [
-        "layer",
-        "cuDNN, fire, ms",
-        f"the same{LAST}, ms",
-        "one kernel, ms",
-        *([f"the same{LAST}, ms"] if both else []),
-        "two kernels over one",
-        *([f"the same{LAST}"] if both else []),
-        "outputs that differ",
-    ]
-    return f"{_where(content)}. T = 16, batch 16, CUDA graphs.\n\n" + rows(head, lines)
 
 
 def gpu_overhead(content: dict[str, Any]) -> str:
@@ -83,7 +58,6 @@ def gpu_training(content: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "gpu_bandwidth": gpu_bandwidth,
-    "gpu_first_layers": gpu_first_layers,
     "gpu_overhead": gpu_overhead,
     "gpu_inference": gpu_inference,
     "gpu_training": gpu_training,

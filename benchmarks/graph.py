@@ -1,9 +1,10 @@
-"""The graph engine (``sj_tac.experimental.graph``) beside convert and SpikingJelly, in one run: speed, captures, the gate.
+"""Captured nets beside the same nets as they are defined and SpikingJelly, in one run: speed, captures, the gate.
 
     python -m benchmarks.graph --threads 1 --nets paper-dvs sew_resnet18 spikformer_ti tiny
 
-Each row is a net, a memory format, a mode and k. Columns are milliseconds a call of the source, of convert's net and of the
-graph's, medians of calls that take turns, and the graph's speed over theirs. ``capture``: CPU seconds of the first call.
+Each row is a net, a memory format, a mode and k. Columns are milliseconds a call of the source, of the converted net as it
+is defined (``fuse=False``) and of the captured one, medians of calls that take turns, and the captured one's speed over
+theirs. ``capture``: CPU seconds of the first call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import time
 import timeit
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import sj_tac
 from benchmarks import nets, zoo_nets
-from sj_tac.experimental import graph
-from sj_tac.rewrites.gate import gate_of
+from sj_tac.rewrites.gate import Gate, gate_of
 
 
 def tiny() -> nn.Module:
@@ -84,39 +83,51 @@ def row(name: str, last: bool, training: bool, k: int, seconds: float) -> str:
     source, x = make(name, last)
     made = {
         "source": source,
-        "convert": sj_tac.convert(source, "preserve", k, example_input=x),
-        "graph": graph.convert(source, k, example_input=x),
+        "defined": sj_tac.convert(source, "preserve", k, example_input=x, fuse=False),
+        "captured": sj_tac.convert(source, "preserve", k, example_input=x),
     }
     for net in made.values():
         net.train(training)
     start = time.process_time()
-    call(made["graph"], x, training)
+    call(made["captured"], x, training)
     capture = time.process_time() - start
     found = medians(made, x, training, seconds)
     layout, mode = "last" if last else "contiguous", "training" if training else "inference"
-    ratios = found["convert"] / found["graph"], found["source"] / found["graph"]
+    ratios = found["defined"] / found["captured"], found["source"] / found["captured"]
     numbers = " | ".join(f"{found[which]:.2f}" for which in made)
     return f"| {name} | {layout} | {mode} | {k} | {numbers} | {ratios[0]:.2f} | {ratios[1]:.2f} | {capture:.1f} |"
 
 
+def gate_in_front(net: nn.Module) -> Gate:
+    """Return the gate of a converted net."""
+    found = gate_of(net)
+    assert found is not None
+    return found
+
+
 def gate(name: str) -> str:
-    """Return microseconds of the gate's checks, and of a whole call beyond its graph."""
+    """Return microseconds of the gate's checks."""
     net, x = make(name, False)
-    fast: Any = graph.convert(net, 2, example_input=x)
+    fast = sj_tac.convert(net, "preserve", 2, example_input=x)
     with torch.no_grad():
         fast(x)
-        found = gate_of(fast)
-        assert found is not None
-        number = 500
-        looks = lambda: (found._blocked((x,), {}), found._is_as_captured(), found.capture.look())  # noqa: E731
-        checks = timeit.timeit(looks, number=number)
+        found, number = gate_in_front(fast), 500
+
+        def look() -> None:
+            found._blocked((x,), {})
+            found._no_kernels((x,), {})
+            found._is_as_captured()
+            found.capture.look()
+
+        checks = timeit.timeit(look, number=number)
     return f"{name}: {1e6 * checks / number:.0f} us for {len(list(net.modules()))} modules"
 
 
 def loop(name: str) -> str:
     """Return how many captures two epochs of training need, and the CPU seconds of each call that captured."""
     net, x = make(name, False)
-    fast: Any = graph.convert(net, 2, example_input=x)
+    fast = sj_tac.convert(net, "preserve", 2, example_input=x)
+    graphs = gate_in_front(fast).capture.graphs
     batch = torch.cat([x] * (4 // min(4, x.shape[1])), 1)[:, :4]
     seconds: list[float] = []
 
@@ -124,10 +135,10 @@ def loop(name: str) -> str:
         fast.train(training)
         if not carried:
             functional.reset_net(fast)
-        number, start = len(graph.graphs(fast)), time.process_time()
+        number, start = len(graphs), time.process_time()
         with torch.set_grad_enabled(training):
             out = fast(given)
-        if len(graph.graphs(fast)) > number:
+        if len(graphs) > number:
             seconds.append(time.process_time() - start)
         if training:
             out.float().square().sum().backward()
@@ -140,12 +151,12 @@ def loop(name: str) -> str:
             step(given, False)
         step(batch[:, :2], False, carried=True)
     for k in (4, 2):
-        graph.set_k(fast, k)
+        sj_tac.set_k(fast, k)
         start = time.process_time()
         step(batch, False)
         seconds.append(-(time.process_time() - start))
     captures = ", ".join(f"{s:.1f}" for s in seconds[:-2])
-    return f"{name}: {len(graph.graphs(fast))} captures of {captures} CPU s; set_k(4) and a call {-seconds[-2]:.2f} s"
+    return f"{name}: {len(graphs)} captures of {captures} CPU s; set_k(4) and a call {-seconds[-2]:.2f} s"
 
 
 def main() -> None:
@@ -157,8 +168,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
-    print(f"torch {torch.__version__}, {given.threads} threads; milliseconds, medians; ratios above 1: the graph is faster")
-    print("| net | memory format | mode | k | source | convert | graph | over convert | over source | capture, CPU s |")
+    print(f"torch {torch.__version__}, {given.threads} threads; milliseconds, medians; ratios above 1: captured is faster")
+    print("| net | memory format | mode | k | source | defined | captured | over defined | over source | capture, CPU s |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name in given.nets:
         for last in (False, True):

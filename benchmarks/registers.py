@@ -14,16 +14,12 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
-from itertools import product
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from spikingjelly.activation_based import neuron as neurons
 
-from benchmarks import first_layer, measure
-from sj_tac.kernels import fire
-from sj_tac.kernels.gpu import conv_fire, launchers, program as cuda
+from benchmarks import measure
+from sj_tac.kernels.gpu import launchers, program as cuda
 
 # By launcher: CuPy adds a flag of its own to all that it compiles, behind which numbers below 2^-126 are zeros.
 FLAGS = {launchers.CUPY: (*cuda.OPTIONS, "-ftz=true"), launchers.NVRTC: cuda.OPTIONS}
@@ -173,60 +169,7 @@ def specialisations() -> dict[str, cuda.Program]:
                     macros = neuron(k, io, last, windows)
                     found[f"forward, {name}"] = cuda.program("fire_forward", **macros, MASKS=0, REST0=1, BLOCK=256)
                     found[f"backward, {name}"] = cuda.program("fire_backward", **macros | backward(macros))
-    for last, dtype in product((False, True), (torch.float32, torch.bfloat16)):
-        for case, k in product(first_layer.CASES, (1, 2, 4, 8)):
-            name = f"layer 1, {str(dtype)[6:]}{measure.LAST if last else ''}, {case}, k={k}"
-            found[name] = layer_1(case, dtype, k, last)[0]
     return found
-
-
-def layer_1(case: str, dtype: torch.dtype, k: int, last: bool = False) -> tuple[cuda.Program, int]:
-    """The program that runs such a layer (T = 16, batch 16), as it is launched, and bytes of shared memory of a block.
-
-    ``last``: in channels_last. Needs no memory.
-    """
-    steps = batch = 16
-    inputs, outputs, kernel, stride, size, _ = first_layer.CASES[case]
-    pool = first_layer.CASES[case].pooling()
-    out = (size - 1) // stride + 1
-    y = torch.empty(1, dtype=dtype).expand(steps // k, batch, outputs, out, out)
-    lif = neurons.LIFNode(detach_reset=True, step_mode="m")
-    by_channel, weights = torch.ones(outputs), None if k == 1 else torch.ones(steps)
-    call = fire.Call(y, lif, [k] * (steps // k), None, None, by_channel, by_channel, pool, weights, k)
-    conv = conv_fire.Convolution(inputs, kernel, stride, kernel // 2, size, size, False, last, last, last)
-    made = conv_fire.ConvFire(fire.operands(call, None), conv)
-    like, v = made.memory()
-    program, _ = made.stepping(made.windows, like if not made.general else like.new_empty(0, dtype=torch.int32), v)
-    return program, made.shared
-
-
-def instructions_a_drive(program: cuda.Program, architecture: int = 90) -> float | None:
-    """Instructions that a thread of ``conv_fire_forward`` executes for one drive of one neuron; None without ``nvdisasm``.
-
-    Counted in the loop over drives, with the loops inside it as often as they run: that over input channels, and that
-    which fetches the next patch.
-    """
-    macros = dict(program.macros)
-    found = loops(compile_for(program, architecture).code)
-    if not found:
-        return None
-    drives = max(found, key=lambda one: one.length)
-    inner = [one for one in found if one is not drives and drives.begin <= one.begin and one.end <= drives.end]
-    channels = max((one for one in inner if one.counts["FFMA"]), key=lambda one: one.counts["FFMA"], default=None)
-    fetching = max((one for one in inner if one is not channels), key=lambda one: one.length, default=None)
-    count = float(drives.length - sum(one.length for one in inner))
-    side = 2 if macros["WINDOWS"] else 1
-    if channels is not None:  # else they are written out one behind the other
-        count += macros["C_IN"] * channels.length
-    if fetching is not None:  # else a thread has its numbers of the next patch in registers
-        # Numbers of a patch, but for what rounds its rows up.
-        along = macros["DEEP" if macros["LAST"] else "WIDTH_V"]
-        across, down = (
-            (n - 1) * macros["STRIDE"] + macros["KERNEL"] for n in (macros["TX"] * side * along, macros["TY"] * side)
-        )
-        turns = macros["C_IN"] * across * down / macros["BLOCK"]
-        count += turns * fetching.length / fetching.counts["STS"]
-    return count / (side * side * macros["WIDTH_V"] * macros["DEEP"])
 
 
 def instructions_a_step(io: int, architecture: int = 90) -> float | None:
@@ -258,16 +201,6 @@ def page_table(rows: dict[str, dict[str, dict[str, int | None]]], architecture: 
             "; ".join(shown(rows[f"{way}, {kind}, k={k}"][architecture]) for way in ("forward", "backward")) for k in ks
         ]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def layer_1_table(rows: dict[str, dict[str, dict[str, int | None]]], architecture: str = "sm_90") -> str:
-    """The table of docs/gpu.md: layers in one kernel, of each k."""
-    ks = (1, 2, 4, 8)
-    lines = [f"| layer in one kernel | {' | '.join(f'k={k}' for k in ks)} |", "|---" * (len(ks) + 1) + "|"]
-    kinds = dict.fromkeys(name.removeprefix("layer 1, ").rsplit(", ", 1)[0] for name in rows if name.startswith("layer 1"))
-    for kind in kinds:
-        lines.append(f"| {kind} | {' | '.join(shown(rows[f'layer 1, {kind}, k={k}'][architecture]) for k in ks)} |")
     return "\n".join(lines)
 
 

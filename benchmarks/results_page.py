@@ -214,9 +214,9 @@ def searching(content: dict[str, Any]) -> str:
 
 def overhead(content: dict[str, Any]) -> str:
     """What a fused layer costs beside its convolution."""
-    keys = ("layer_us", "convolution_us", "overhead_us", "spikingjelly_us", "frames")
+    keys = ("layer_us", "convolution_us", "overhead_us", "spikingjelly_us")
     rows = [[f"{row['size']} x {row['size']}", str(row["k"]), *(f"{row[key]:g}" for key in keys)] for row in content["rows"]]
-    head = ["map", "k", "layer, us", "convolution, us", "the rest, us", "SpikingJelly's layer, us", "frames of Python"]
+    head = ["map", "k", "layer, us", "convolution, us", "the rest, us", "SpikingJelly's layer, us"]
     where = (
         f"{content['threads']} thread, medians of {content['rounds']} interleaved rounds. {_where(content['machine'])}.\n\n"
     )
@@ -256,17 +256,6 @@ def compiled_free(content: dict[str, Any]) -> str:
     return about + _rows(head, rows)
 
 
-def launching(content: dict[str, Any]) -> str:
-    """What Python takes on the way to the CUDA kernels, before and now."""
-    parts = ("layer", "convolution", "norm", "neuron")
-    rows = [
-        [row["launcher"], str(row["k"]), *(" -> ".join(f"{n:g}" for n in row[part]) for part in parts)]
-        for row in content["rows"]
-    ]
-    head = ["launcher", "k", "a layer in a call, us", "its convolution alone", "its norm alone", "its neuron alone"]
-    return f"Medians of {content['rounds']} rounds. {_where(content['machine'])}.\n\n" + _rows(head, rows)
-
-
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **speed_tables.TABLES,
     **paper_tables.TABLES,
@@ -285,7 +274,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": overhead,
     "compiled": compiled,
     "compiled_free": compiled_free,
-    "launching": launching,
 }
 
 

@@ -62,19 +62,6 @@ def steps(content: dict[str, Any]) -> str:
     return about + rows(["", "ms", "to SpikingJelly"], lines)
 
 
-def first_layer(content: dict[str, Any]) -> str:
-    """First layers in two kernels and in one, by k; nothing where one kernel is not taken."""
-    ks = [key.removeprefix("one ") for key in content["rows"][0] if key.startswith("one ")]
-
-    def cell(row: dict[str, Any], k: str) -> str:
-        two, one = row[f"two {k}"], row[f"one {k}"]
-        return f"{two:.1f} / {one:.1f} = {two / one:.2f}x" if row[f"taken {k}"] else ""
-
-    lines = [[row["name"], *(cell(row, k) for k in ks)] for row in content["rows"]]
-    about = f"{_about(content)} Milliseconds.\n\n"
-    return about + rows(["layer, in two kernels / in one", *ks], lines)
-
-
 def idioms(content: dict[str, Any]) -> str:
     """Miniature nets, by k: how much faster than the source itself."""
     ks = [key for key in content["rows"][0] if key.startswith("k=")]
@@ -102,5 +89,4 @@ TABLES = {
     "measured": measured,
     "compared": compared,
     "steps": steps,
-    "first_layer": first_layer,
 }

@@ -30,9 +30,7 @@ import sj_tac
 from benchmarks import zoo_nets
 from benchmarks.measure import RESULTS
 from benchmarks.nets import wake
-from sj_tac.rewrites.chains import Chain
-from sj_tac.runtime.neurons import UnitModule
-from sj_tac.runtime.values import Shared
+from sj_tac.definition.neurons import OperatorNeuron
 from sj_tac.support import machine
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "zoo.md"
@@ -53,7 +51,6 @@ class Row:
     family: str
     shape: list[int]
     convs: int = 0
-    traced: str = ""
     converted: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     collapse: int = 0
@@ -78,36 +75,19 @@ def attempt(row: Row, what: str, action: Callable[[], Any]) -> Any:
 
 
 def count_flips(source: nn.Module, fast: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Spikes of a fused net at k=1 that differ from the host's own on the very same drives, and spikes in all."""
-    names = {module: name for name, module in fast.named_modules()}
-    norms = {n: c.norm for c in fast._sj_tac.plan.chains.values() if isinstance(c, Chain) for n in c.neurons}
+    """Spikes of a captured net at k=1 that differ from the host's own on the very same drives, and spikes in all."""
+    seen: list[tuple[str, Tensor, Tensor]] = []
+    for name, module in fast.named_modules():
+        if isinstance(module, OperatorNeuron):
+            module.register_forward_hook(lambda _, args, out, name=name: seen.append((name, args[0], out)))  # type: ignore[misc]
+    functional.reset_net(fast)
+    fast(x)
     flips = total = 0
-    step = UnitModule.multi_step_forward
-
-    def compared(unit: UnitModule, drives: Tensor) -> Tensor:
-        nonlocal flips, total
-        name = names[unit]
-        node = copy.deepcopy(source.get_submodule(name))
+    nodes = {name: copy.deepcopy(source.get_submodule(name)) for name, *_ in seen}
+    for node in nodes.values():
         functional.reset_net(node)
-        y = drives
-        if isinstance(drives, Shared):
-            expression = drives.expression
-            y = expression.compact
-            if expression.affine is not None:
-                y = source.get_submodule(norms[name])(y)
-            if expression.residual is not None:
-                y = y + expression.residual.make()
-        expected = node(y + 0)
-        got = step(unit, drives)
-        flips, total = flips + int((got != expected).sum()), total + expected.numel()
-        return got
-
-    UnitModule.multi_step_forward = compared
-    try:
-        functional.reset_net(fast)
-        fast(x)
-    finally:
-        UnitModule.multi_step_forward = step
+    for name, drives, spikes in seen:
+        flips, total = flips + int((spikes != nodes[name](drives + 0)).sum()), total + spikes.numel()
     return flips, total
 
 
@@ -174,8 +154,6 @@ def examine(name: str, rounds: int) -> Row:
             continue
         report = sj_tac.report(fast)
         if policy == "preserve":
-            sampled = fast._sj_tac.plan.sampled
-            row.traced = "with a sample" if sampled else "on symbols"
             row.converted = len(report.converted)
         else:
             row.collapse = len(report.converted)
@@ -193,7 +171,7 @@ def codes(counts: dict[str, int]) -> str:
 
 
 COLUMNS = (
-    *("net", "input", "convs", "traced", "converted", "refused", "collapse", "refused there", "unfused", "host ms"),
+    *("net", "input", "convs", "converted", "refused", "collapse", "refused there", "unfused", "host ms"),
     *(f"{policy} k={k}" for policy, k in TIMED),
     "least, of eager",
 )
@@ -203,7 +181,7 @@ def cells(r: Row) -> list[str]:
     """One line of a family's table."""
     values = [*(r.faster.get(f"{policy} k={k}", 0.0) for policy, k in TIMED), r.of_eager]
     faster = [f"{value:.2f}x" if value else "-" for value in values]
-    counts = [str(r.convs), r.traced or "-", str(r.converted), codes(r.refused) or "-"]
+    counts = [str(r.convs), str(r.converted), codes(r.refused) or "-"]
     collapse = [str(r.collapse), codes(r.collapse_refused) or "-"]
     ms = f"{r.host_ms:.1f}" if r.host_ms else "-"
     return [f"`{r.name}`", "x".join(map(str, r.shape)), *counts, *collapse, r.k1_unfused or "-", ms, *faster]
@@ -241,9 +219,9 @@ def page(rows: list[Row], where: dict[str, Any]) -> str:
         f"- {_least(rows)}",
         f"- k={K}, both policies: `convert` ran each net on its input and found the source's output shape, and finite "
         "numbers.",
-        "- *traced*: on symbols alone, or with a sample beside them (`example_input=`); *unfused*: whether its output is "
-        "the source's at k=1. Speed-ups are over the faster of SpikingJelly eager and SpikingJelly with BatchNorm folded, "
-        "interleaved medians; *least, of eager*: the smallest one over SpikingJelly eager, the source as it is. "
+        "- *unfused*: whether its output is the source's at k=1. Speed-ups are over the faster of SpikingJelly eager and "
+        "SpikingJelly with BatchNorm folded, interleaved medians; *least, of eager*: the smallest one over SpikingJelly "
+        "eager, the source as it is. "
         "torch.compile of all of these "
         "would take hours, see benchmarks/results for the nets that were measured against it. The inputs are small, where "
         "reading the weights costs as much as computing with them.",

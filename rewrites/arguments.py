@@ -30,14 +30,6 @@ def copied(arguments: Any) -> Any:
     return torch.utils._pytree.tree_map(copy, arguments)
 
 
-def holds_tensor(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(holds_tensor(v) for v in value)
-    if isinstance(value, dict) or host.is_record(value):
-        return any(holds_tensor(v) for v in (value if isinstance(value, dict) else vars(value)).values())
-    return isinstance(value, Tensor)
-
-
 def signature_of(model: nn.Module) -> inspect.Signature:
     """What the forward of ``model`` takes. Raises TraceError.
 

@@ -6,20 +6,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from sj_tac.definition import noted
 from sj_tac.errors import CheckpointError
-from sj_tac.rewrites import swap
 from sj_tac.rewrites.corrections import Correction
 from sj_tac.rewrites.pipeline import RECORD
-from sj_tac.runtime.layers import Norm
-from sj_tac.runtime.matched import MATCHED
 from sj_tac.support import archive
 from sj_tac.support.manifest import Manifest
-
-
-def norms(net: nn.Module) -> dict[str, Norm]:
-    """What a net's swapped BatchNorms have become, by name."""
-    roles = ((name, module.__dict__.get("_tac")) for name, module in net.named_modules())
-    return {name: role for name, role in roles if isinstance(role, Norm)}
 
 
 def corrections(path: Any, manifest: Manifest, content: archive.Content, target: nn.Module) -> dict[str, Correction]:
@@ -44,20 +36,22 @@ def prepare_norms(path: Any, manifest: Manifest, target: nn.Module) -> None:
     """Let BatchNorms that ``set_k`` gave single frames again keep what is said of them. Raises CheckpointError."""
     said = dict.fromkeys([*manifest.frozen, *manifest.moved])
     if RECORD in target.__dict__:
-        matched = [name for name, local in manifest.local.items() if MATCHED in local]
-        corrected = [name for name, correction in manifest.corrected.items() if "running_mean" in correction.names]
-        swap.remember(target, [*said, *matched, *corrected])
-    lost = [name for name in said if name not in norms(target)]
+        matched = [name for name, local in manifest.local.items() if noted.MATCHED in local]
+        noted.remember(target, {*said, *matched, *manifest.corrected})
+    modules = dict(target.named_modules())
+    lost = [name for name in said if not isinstance(modules.get(name), noted.NotedNorm)]
     if lost:
         raise CheckpointError(f"{path} does not fit the model: {lost[0]!r} is no BatchNorm of a converted layer")
 
 
 def put(target: nn.Module, manifest: Manifest, corrected: dict[str, Correction]) -> None:
     """Write down in a loaded net what was frozen, moved, corrected and matched."""
-    for name, role in norms(target).items():
-        role.frozen, role.moved = name in manifest.frozen, name in manifest.moved
-        if role.frozen:
-            target.get_submodule(name).train(target.training)
+    for name, module in target.named_modules():
+        if isinstance(module, noted.NotedNorm):
+            notes = module._tac
+            notes.frozen, notes.moved = name in manifest.frozen, name in manifest.moved
+            if notes.frozen:
+                module.train(target.training)
     record = target.__dict__.get(RECORD)
     if record is not None:
         record.corrected.update(corrected)

@@ -24,9 +24,12 @@ from torch.fx import Graph, GraphModule, Node
 
 import sj_tac
 from sj_tac.definition import ops
+from sj_tac.definition.collapse import Mean
 from sj_tac.definition.convs import SharedConv
 from sj_tac.errors import CaptureWarning
+from sj_tac.kernels import backends
 from sj_tac.rewrites import equations
+from sj_tac.rewrites.equations.nodes import NEURON
 from sj_tac.rewrites.lower import lower
 
 _NUMBER = itertools.count()
@@ -64,6 +67,11 @@ class Captured:
         """The Python of the graph that runs under today's settings."""
         return self._find(self.capture.settings).code
 
+    def neurons(self) -> tuple[set[str], set[str]]:
+        """Return the names of its neurons: those that are kernels under today's settings, and those that are not."""
+        lowered = {_module(n) for n in self._find(self.capture.settings).graph.nodes if hasattr(n.target, "is_fire")}
+        return lowered, {_module(n) for n in self.gm.graph.nodes if n.target is NEURON} - lowered
+
     def __call__(self, *args: Any) -> Any:
         self.capture.ran += 1
         found = self.rewritten.get(self.capture.key)
@@ -81,7 +89,7 @@ class Captured:
             equations.run(gm, settings)
             if self.rewritten and _guards(gm) != self._guards:
                 raise RuntimeError("its shapes would need a guard that this capture does not have")
-            lower(gm)
+            lower(gm, self.capture.launcher)
         except Exception as error:
             if is_strict():
                 raise
@@ -89,7 +97,7 @@ class Captured:
             self.capture.tell(self.problem)
             gm = copied(self.gm)
             equations.define(gm, settings)
-            lower(gm)
+            lower(gm, self.capture.launcher)
         self._guards = _guards(gm)
         return gm
 
@@ -103,6 +111,12 @@ def _where(gm: GraphModule) -> str:
     modules = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
     line = " ".join((node.meta.get("stack_trace") or "").strip().splitlines()[-2:]).strip()
     return f"equation {equation}, layer {modules[-1] if modules else 'unknown'}, at {node.name}, {line}"
+
+
+def _module(node: Node) -> str:
+    """Return the name of the module that made a node."""
+    path = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()][-1:]
+    return path[0].removeprefix("L['net'].").replace("['", ".").replace("']", "").lstrip(".") if path else ""
 
 
 def _guards(gm: GraphModule) -> int:
@@ -131,24 +145,37 @@ class Capture:
     """The captured calls of one net.
 
     Attributes:
-        net: its forward is captured. graphs: all that was captured, in order.
+        net: its forward is captured. launcher: of its CUDA kernels; empty for the first that works.
+        graphs: all that was captured, in order.
         settings: of each shared convolution, by name: (k, weights, normalize). key: the same as one tuple.
         ran: how many graphs ran. failed: why no call is captured any more; empty if calls are.
     """
 
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
+    def __init__(self, net: nn.Module, backend: str) -> None:
+        self.net, self.launcher = net, backend if backend in backends.ON_CUDA else ""
         self.graphs: list[Captured] = []
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._told: set[str] = set()
+        self.told: dict[str, None] = {}
         self.ran, self.failed = 0, ""
-        self.shared = {m.sharing.layer: m.sharing for m in net.modules() if isinstance(m, SharedConv)}
+        self._watch()
+
+    def _watch(self) -> None:
+        """Find what holds the settings of marks: convolutions, and the hooks that emit means."""
+        modules = list(self.net.modules())
+        self.shared = {m.sharing.layer: m.sharing for m in modules if isinstance(m, SharedConv)}
+        hooks = [hook for m in modules for hook in m._forward_hooks.values() if isinstance(hook, Mean)]
+        self.means = {hook.layer: hook for hook in hooks}
         self.look()
+
+    def fused(self) -> set[str]:
+        """Return the names of the neurons that run as kernels in all graphs that hold them."""
+        found = [graph.neurons() for graph in self.graphs]
+        return {name for run, _ in found for name in run} - {name for _, rest in found for name in rest}
 
     def tell(self, problem: str) -> None:
         """Warn once of each reason why a call, or a graph of it, runs as it is defined."""
-        if problem not in self._told:
-            self._told.add(problem)
+        if problem not in self.told:
+            self.told[problem] = None
             warnings.warn(
                 f"sj_tac runs this {type(self.net).__name__} or a graph of it as it is defined, right and slower: {problem}",
                 CaptureWarning,
@@ -157,17 +184,17 @@ class Capture:
 
     def look(self) -> None:
         """Read today's settings from the modules."""
-        key = tuple([(s.k, s.weights, s.normalize) for s in self.shared.values()])
+        convs = [(s.k, s.weights, s.normalize) for s in self.shared.values()]
+        key = *convs, *[(mean.steps, "uniform", True) for mean in self.means.values()]
         if key != getattr(self, "key", None):
-            self.settings, self.key = dict(zip(self.shared, key, strict=True)), key
+            self.settings, self.key = dict(zip((*self.shared, *self.means), key, strict=True)), key
 
     def forget(self) -> None:
         """Capture everything again when it is called next."""
         self._functions.clear()
         self.graphs.clear()
         self.failed = ""
-        self.shared = {m.sharing.layer: m.sharing for m in self.net.modules() if isinstance(m, SharedConv)}
-        self.look()
+        self._watch()
 
     def backend(self, gm: GraphModule, examples: list[Any]) -> Captured:
         """Dynamo's backend. It is a method: Dynamo tells nets apart by it where their frames share code."""

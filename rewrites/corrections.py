@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sj_tac.runtime.layers import Norm
+from sj_tac.definition.noted import NotedNorm
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def take_back(converted: nn.Module, corrected: dict[str, Correction], names: Ite
         loaded = correction.by == MATCH and not role.matched
         if not loaded and is_as_made(converted, name, correction):
             put(module, correction.before)
-            if isinstance(role, Norm):
+            if isinstance(module, NotedNorm):
                 role.moved = correction.moved
             done.append(name)
         elif not loaded and "bias" in correction.before:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from llvmlite import binding
-from torch import nn
+from torch import Tensor, nn
 
-from sj_tac import host
 from sj_tac.errors import PolicyError
 from sj_tac.policy import SOURCE, Rule, Settings
-from sj_tac.rewrites.chains import Chain
+from sj_tac.rewrites.measure.plan import Shared
 from sj_tac.verdicts import Refusal
 
 # What LLVM calls the instructions of processors, x86's and Arm's, that multiply in a dtype.
@@ -35,7 +35,7 @@ def computes_in(dtype: str, device: torch.device) -> bool:
 
 def decided(
     model: nn.Module,
-    chains: Mapping[str, Chain | Refusal],
+    chains: Mapping[str, Shared | Refusal],
     resolved: Mapping[str, tuple[Settings, Rule | None]],
     source: str,
 ) -> tuple[dict[str, Settings], dict[str, str]]:
@@ -48,13 +48,13 @@ def decided(
     for name, (found, rule) in resolved.items():
         chain, named = chains[name], rule is not None and rule.is_exact
         if found.dtype != SOURCE:
-            if not isinstance(chain, Chain) or found.mode == "keep":
+            if not isinstance(chain, Shared) or found.mode == "keep":
                 found = found.model_copy(update={"dtype": SOURCE})
-            elif why := _impossible(model, chain, found.dtype):
+            elif why := _impossible(model, name, found.dtype):
                 if named:
                     raise PolicyError(f"{source}, rule for {name!r}: dtype: {found.dtype} is impossible there: {why}")
                 wide[name], found = why, found.model_copy(update={"dtype": SOURCE})
-            elif not named and not computes_in(found.dtype, host.held_weight(model.get_submodule(name)).device):
+            elif not named and not computes_in(found.dtype, _weight(model, name).device):
                 why = f"this {_kind(model, name)} has no {found.dtype} instructions, so that it would be slower"
                 wide[name] = f"{why}; a rule with the layer's exact name has it all the same"
                 found = found.model_copy(update={"dtype": SOURCE})
@@ -62,16 +62,21 @@ def decided(
     return settings, wide
 
 
+def _weight(model: nn.Module, name: str) -> Tensor:
+    return next(iter(model.get_submodule(name).parameters()))
+
+
 def _kind(model: nn.Module, name: str) -> str:
-    device = host.held_weight(model.get_submodule(name)).device
+    device = _weight(model, name).device
     return "CPU" if device.type == "cpu" else f"device ({device})"
 
 
-def _impossible(model: nn.Module, chain: Chain, dtype: str) -> str:
-    """Why the convolution of a chain cannot run in ``dtype``, on any machine; else empty."""
-    if chain.site != chain.conv:
-        return f"it sits in the container {chain.site!r}, whose other layers would run in {dtype}, too; use layer.Conv2d"
-    weight = host.held_weight(model.get_submodule(chain.conv))
+def _impossible(model: nn.Module, name: str, dtype: str) -> str:
+    """Why a convolution cannot run in ``dtype``, on any machine; else empty."""
+    module = model.get_submodule(name)
+    if not (hasattr(module, "_conv_forward") or isinstance(module, nn.Linear)):
+        return f"it is a {type(module).__name__}, whose own forward would have to round"
+    weight: Any = module.weight
     if weight.dtype != torch.float32:
         return f"its weights are {weight.dtype}, and only float32 ones are rounded"
     return ""

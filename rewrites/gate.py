@@ -12,6 +12,7 @@ a time. The gate looks, in this order:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import itemgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,11 @@ from torch.nn.modules import module as every_module
 
 from sj_tac import host
 from sj_tac.definition import ops
-from sj_tac.definition.neurons import outside_inference
-from sj_tac.errors import CaptureWarning, ConversionError
+from sj_tac.definition.neurons import OperatorNeuron, outside_inference
+from sj_tac.definition.noted import NotedNorm
+from sj_tac.errors import BackendError, CaptureWarning, ConversionError
 from sj_tac.host import dispatch
+from sj_tac.kernels import backends
 from sj_tac.rewrites.capture import Capture
 
 _GLOBAL_HOOKS = [
@@ -52,18 +55,21 @@ class Gate:
     """A net's call.
 
     Attributes:
-        capture: its captured graphs. reason: why the last call ran the definition; empty if it did not.
+        backend: the kernels that were asked for. capture: its captured graphs.
+        reason: why the last call ran the definition; empty if it did not.
     """
 
-    def __init__(self, net: nn.Module) -> None:
-        self.net, self.capture, self.reason = net, Capture(net), ""
+    def __init__(self, net: nn.Module, backend: str) -> None:
+        self.net, self.backend, self.capture, self.reason = net, backend, Capture(net, backend), ""
+        self._problems: dict[str, str] = {}
         self._was_inference, self._variables = False, dict(_VARIABLES)
         self._lock, self._is_announced = threading.RLock(), False
         self._watch()
 
     def _watch(self) -> None:
         """Note what captured calls rest on."""
-        modules = list(self.net.modules())
+        # What is scripted cannot change so, and has no dictionaries.
+        modules = [m for m in self.net.modules() if not isinstance(m, torch.jit.ScriptModule)]
         # The dictionaries themselves: each call looks into them, and a look-up by nn.Module's name costs more.
         self._children = [m._modules for m in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -73,6 +79,9 @@ class Gate:
             (kind.__dict__, itemgetter("__module__", *_methods(kind))) for kind in classes if kind is not object
         ]
         self._nodes = [m for m in modules if hasattr(m, "v_threshold")]
+        known = [m for m in modules if isinstance(m, OperatorNeuron)]
+        self._own_surrogates = [m for m in known if host.fused_surrogate(m) is None]
+        self._norms = [m for m in modules if isinstance(m, NotedNorm)]
         self._seen = self._now()
 
     def _now(self) -> tuple[list[Any], list[Any], list[Any], list[int]]:
@@ -96,6 +105,7 @@ class Gate:
                 return True
             seen, watched = self._seen, self._methods
             self._watch()
+            host.forget_reset_cache(self.net)  # it looks again only where a module is freed
             # Dynamo itself adds names to classes when it first sees them; a method among them would be new.
             return now[:3] == seen[:3] and [len(get(n)) for n, get in watched] == [len(get(n)) for n, get in self._methods]
         except Exception:  # a method is gone, or values that cannot be compared stand in its place
@@ -103,7 +113,7 @@ class Gate:
             return False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or getattr(ops.CAPTURE, "defined", False):
             return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         before, ops.CAPTURE.inside = getattr(ops.CAPTURE, "inside", False), True
         try:
@@ -123,10 +133,16 @@ class Gate:
         self.reason = self._blocked(args, kwargs)
         if self.reason:
             self.capture.tell(self.reason)
+        self.reason = self.reason or self._no_kernels(args, kwargs)
+        if self.reason:
             return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not self._is_as_captured():
             self.capture.forget()
         self.capture.look()
+        for norm in self._norms:
+            norm.note_training()
+        for node in self._own_surrogates:
+            node.fires_by_threshold = host.fires_by_threshold(node)
         at_rest = not self._nodes or host.is_at_rest(self._nodes[0])
         variant = torch.is_grad_enabled(), inference, self.net.training, at_rest
         return self.capture.run(variant, args, kwargs)
@@ -139,6 +155,7 @@ class Gate:
 
     def _blocked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why this call runs the definition; an empty string if it need not."""
+        ops.refuse_trace()
         if dispatch.is_transformed() or torch._C._len_torch_function_stack() or forward_ad._current_level >= 0:
             return "torch traces or transforms the call, or a mode of torch's watches it"
         if any(_GLOBAL_HOOKS):
@@ -149,6 +166,19 @@ class Gate:
             return "an argument is a tensor of a class of its own"
         return ""
 
+    def _no_kernels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return why there are no kernels where the arguments are, or nothing. Raises BackendError if they were named."""
+        given = next(_tensors((args, kwargs)), None)
+        if given is None:
+            return ""
+        device = given.device
+        if device.type not in self._problems:
+            self._problems[device.type] = backends.fastest(self.backend, device, torch.float32)[1]
+        problem = self._problems[device.type]
+        if problem and self.backend != "auto":
+            raise BackendError(f"backend={self.backend!r} cannot run: {problem}; backend='auto' takes what can")
+        return problem
+
     def _leave_inference(self) -> None:
         """Replace voltages that were stored in inference mode, which autograd cannot record."""
         for node in self._nodes:
@@ -157,6 +187,17 @@ class Gate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nothing, ()
+
+
+@contextlib.contextmanager
+def as_defined() -> Iterator[None]:
+    """Let this thread's calls of converted nets run as they are defined: hooks of a measurement are not worth a capture."""
+    before, ops.CAPTURE.defined = getattr(ops.CAPTURE, "defined", False), True
+    inside, ops.CAPTURE.inside = getattr(ops.CAPTURE, "inside", False), True
+    try:
+        yield
+    finally:
+        ops.CAPTURE.defined, ops.CAPTURE.inside = before, inside
 
 
 def _nothing() -> None:
@@ -183,19 +224,43 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 class Attach:
     """Forward pre-hook of a converted net: copies and unpickled nets, which have lost their gate, get one of their own."""
 
+    of_sj_tac: ClassVar[bool] = True
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
     def __call__(self, net: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling() and net._compiled_call_impl is None:
-            attach(net).announce(None)  # this call runs as it is defined: none of its parts may say that it does
+            attach(net, self.backend).announce(
+                None
+            )  # this call runs as it is defined: none of its parts may say that it does
 
 
-def attach(net: nn.Module) -> Gate:
+class Forget:
+    """Forward pre-hook of a net that runs as it is defined: SpikingJelly's reset looks at its modules anew."""
+
+    of_sj_tac: ClassVar[bool] = True
+
+    def __call__(self, net: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            host.forget_reset_cache(net)
+
+
+def attach(net: nn.Module, backend: str) -> Gate:
     """Let a net's calls go through a gate, and return it."""
-    gate = Gate(net)
+    gate = Gate(net, backend)
     # Not by attribute: nn.Module would look for a parameter of that name first.
     net.__dict__["_compiled_call_impl"] = gate
     net.__dict__ |= _REPLACED
     gate.announce(gate)
     return gate
+
+
+def capture_calls(net: nn.Module, backend: str) -> None:
+    """Let calls of a net, and of its copies, go through a gate, and run these kernels."""
+    if gate_of(net) is None:
+        net.register_forward_pre_hook(Attach(backend))
+        attach(net, backend)
 
 
 def keep_capture(*args: Any, **kwargs: Any) -> None:
@@ -212,7 +277,7 @@ def refuse_replicas() -> None:
     """Raise ConversionError: a replica of nn.DataParallel would call the original net, with the original's weights."""
     raise ConversionError(
         "a converted net cannot be replicated by nn.DataParallel, whose replicas share its captured call; use "
-        "nn.parallel.DistributedDataParallel, or convert with fuse=False"
+        "nn.parallel.DistributedDataParallel"
     )
 
 
@@ -222,13 +287,12 @@ _REPLACED: dict[str, Callable[..., None]] = {"compile": keep_capture, "_replicat
 def detach(net: nn.Module) -> None:
     """Let a net's calls run its own forward again."""
     gate = gate_of(net)
-    net.__dict__["_compiled_call_impl"] = None
-    for name in _REPLACED:
+    for name in ("_compiled_call_impl", *_REPLACED):
         net.__dict__.pop(name, None)
     if gate is not None:
         gate.announce(None)
     for number, hook in list(net._forward_pre_hooks.items()):
-        if isinstance(hook, Attach):
+        if isinstance(hook, (Attach, Forget)):
             del net._forward_pre_hooks[number]
 
 

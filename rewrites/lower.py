@@ -46,7 +46,7 @@ def _weights(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: in
     return _constant(weights, steps, form, wide, x.device) if by is None else _by_step(by.to(wide), steps, form)
 
 
-def aggregate(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: int, form: str) -> Tensor:
+def aggregate(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: int, form: str, launcher: str = "") -> Tensor:
     """``ops.aggregate`` by sj_tac's kernel, where there is one for x."""
     if x.dtype not in {"cpu": aggregate_op.ON_CPU, "cuda": aggregate_op.ON_CUDA}.get(x.device.type, ()) or not x.numel():
         return ops.aggregate(x, list(weights), by, steps, form)  # type: ignore[no-any-return]
@@ -54,7 +54,7 @@ def aggregate(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: i
     flat = _weights(x, weights, by, steps, form)
     k = len(weights) if by is None else by.shape[0]
     straight = x.device.type == "cpu" and not dispatch.differentiates(x, by)
-    out = (aggregate_op.aggregate_now if straight else aggregate_op.aggregate)(frames, flat, k)
+    out = (aggregate_op.aggregate_now if straight else aggregate_op.aggregate)(frames, flat, k, launcher)
     return out if frames is x else out.flatten(0, 1)
 
 
@@ -80,7 +80,7 @@ def _constants(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 def _affine(known: host.Affine, wide: torch.dtype, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float) -> Any:
     """Return scale and shift of an eval BatchNorm: its numbers' own, if nobody differentiates, for which nothing runs."""
     if var.device.type == "cpu" and var.dtype is torch.float32 is wide and not dispatch.differentiates(weight, bias):
-        return known.of(eps, mean, var, weight, bias).by
+        return known.of(eps, mean, var, weight, bias)
     scale = torch.rsqrt(var.to(wide) + eps)
     if weight is not None:
         scale = scale * weight.to(wide)
@@ -88,7 +88,9 @@ def _affine(known: host.Affine, wide: torch.dtype, mean: Tensor, var: Tensor, we
     return scale, shift if bias is None else shift + bias.to(wide)
 
 
-def plan(numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def plan(
+    numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str, launcher: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return ``fire`` with its constants filled in; numbers that change from call to call are handed to the call."""
     fixed = None if any(isinstance(n, Node) for n in numbers) else _constants(numbers)
     kind, *windows = pool or (0, 1, 1, 1, 1, 0, 0)
@@ -119,7 +121,7 @@ def plan(numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str) ->
         if sums is not None:
             group, numbers_of_sums, by = sums
             weights = _weights(y, numbers_of_sums, by, steps, form)
-        tail = (*(fixed if changing is None else _constants(changing)), kind, windows, group, "")
+        tail = (*(fixed if changing is None else _constants(changing)), kind, windows, group, launcher)
         operands = (y5, residual, scale, shift, v, linear, q, weights, lengths, *tail)
         if torch.is_grad_enabled():
             out, last = fire_op.Differentiated.apply(*operands)
@@ -131,6 +133,7 @@ def plan(numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str) ->
         last = last.reshape(-1, *inner)
         return out.reshape(out.shape[0], -1, *inner), last.clone()
 
+    run.is_fire = True  # type: ignore[attr-defined]
     return run
 
 
@@ -150,13 +153,16 @@ def checkpointed(body: GraphModule, *operands: Any, context_fn: Any = None, **op
     return checkpoint(run, *handed, use_reentrant=False, preserve_rng_state=True, **more)
 
 
-def lower(gm: GraphModule) -> None:
-    """Put kernels in the place of ``fire``, aggregates, expands and checkpoints, in place; the rest stays torch's own."""
+def lower(gm: GraphModule, launcher: str = "") -> None:
+    """Put kernels in the place of ``fire``, aggregates, expands and checkpoints, in place; the rest stays torch's own.
+
+    ``launcher``: of the CUDA kernels; empty for the first that works.
+    """
     for inner in gm.children():
         if isinstance(inner, GraphModule):
-            lower(inner)
+            lower(inner, launcher)
     for node in list(gm.graph.nodes):
-        found = _lowered(node)
+        found = _lowered(node, launcher)
         if found is not None:
             target, args, kwargs = found
             with gm.graph.inserting_before(node):
@@ -167,20 +173,20 @@ def lower(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def _lowered(node: Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+def _lowered(node: Node, launcher: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
     if node.target is fire:
         o: dict[str, Any] = dict(node.kwargs)
         numbers, sums, form = o["numbers"], None, ""
         if o["sums"] is not None:
             k, weights, by, form = o["sums"]
             sums = (k, weights, by)
-        target = plan(numbers, o["k"], o["places"], o["pool"], form)
+        target = plan(numbers, o["k"], o["places"], o["pool"], form, launcher)
         changing = numbers if any(isinstance(n, Node) for n in numbers) else None
         names = ("y", "v", "residual", "norm", "w")
         return target, (*(o[name] for name in names), sums, o["steps"], changing), {}
     if node.target is AGGREGATE:
         x, weights, *more = node.args
-        return aggregate, (x, tuple(weights), *more), {}
+        return aggregate, (x, tuple(weights), *more, launcher), {}
     if node.target is EXPAND:
         return ops.expanded, node.args, {}
     if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == CHECKPOINT:

@@ -1,4 +1,4 @@
-"""A conversion under a policy that is known: copy, look, decide, swap, verify; and what a converted model carries."""
+"""From a model to a converted one, and the record that it carries: its plan and what was done to it since."""
 
 from __future__ import annotations
 
@@ -8,32 +8,36 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.hooks import RemovableHandle
 
 from sj_tac import host
-from sj_tac.errors import ConversionError, ModelTypeError
-from sj_tac.kernels import backends
+from sj_tac.definition import collapse
+from sj_tac.definition.convs import SharedConv, torchs_own
+from sj_tac.definition.neurons import OperatorNeuron
+from sj_tac.definition.noted import is_norm
+from sj_tac.errors import BackendError, ConversionError, ModelTypeError
+from sj_tac.kernels import backends, reference
+from sj_tac.kernels.fire import kernel_problem
 from sj_tac.policy import Policy
-from sj_tac.rewrites import swap, verify as verification
+from sj_tac.rewrites import decide
 from sj_tac.rewrites.arguments import as_arguments
 from sj_tac.rewrites.corrections import MATCH, Correction, is_as_made, take_back
-from sj_tac.rewrites.observe import observe
-from sj_tac.rewrites.plan import Plan, all_single, analyse, decide, look, report_on, run_source
-from sj_tac.rewrites.way import check_way
-from sj_tac.runtime.swaps import is_swapped
-from sj_tac.verdicts import AT_RISK, Reason, Report
+from sj_tac.rewrites.decide import norms
+from sj_tac.rewrites.gate import Forget, capture_calls, detach, gate_of
+from sj_tac.rewrites.plan import Plan, all_single, analyse, look, make, no_layer, report_on
+from sj_tac.rewrites.verify import verify
+from sj_tac.verdicts import AT_RISK, Report
 
 RECORD = "_sj_tac"
 
 
 @dataclass
 class Record:
-    """What a converted model carries: its plan, its hooks, what its policy was chosen by, what a sample showed.
+    """What a converted model carries: its plan, what its policy was chosen by, what a sample showed.
 
     Attributes:
         corrected: by the name of a module. matched: what ``match`` did, in a sentence; empty where it was not called.
@@ -41,7 +45,6 @@ class Record:
     """
 
     plan: Plan
-    handles: list[RemovableHandle]
     title: str
     evidence: Any = None
     corrected: dict[str, Correction] = field(default_factory=dict)
@@ -61,7 +64,7 @@ def convert_with(
     inplace: bool = False,
     evidence: Any = None,
 ) -> nn.Module:
-    """``convert`` under any policy but "auto", without ``note``; ``evidence`` for the policy goes into the report."""
+    """``convert`` under any policy but "auto"; ``evidence`` for the policy goes into the report."""
     backend = backends.choose(backend, fuse)
     check_plain(model)
     target = model if inplace else deep_copy(model)
@@ -70,7 +73,7 @@ def convert_with(
 
 
 class Source:
-    """A model that is converted under many policies: traced, and run on the example, once. It must not change meanwhile.
+    """A model that is converted under many policies, and measured once. It must not change meanwhile.
 
     Args:
         model: left as it is. layers: kinds of layers, which every policy then has.
@@ -79,108 +82,121 @@ class Source:
 
     def __init__(self, model: nn.Module, layers: Sequence[str], *, example_input: Any, backend: str = "auto") -> None:
         check_plain(model)
-        self.model, self.layers, self.example = model, tuple(layers), example_input
-        target = deep_copy(model, or_inplace=False)
-        found = look(target, layers, example_input, backends.choose(backend), True)
-        self._looked = run_source(found, target, example_input, True)
+        self.model, self.layers, self.backend = model, tuple(layers), backends.choose(backend)
+        self._looked = look(model, layers, example_input)
 
     def convert(self, policy: Policy) -> nn.Module:
         """What ``convert_with`` makes of the model under ``policy``."""
         assert set(policy.layers) == set(self.layers), (policy.layers, self.layers)
         target = deep_copy(self.model, or_inplace=False)
-        # Who tries many policies measures what each does, and converts under the one that is kept once more.
-        return _made(decide(self._looked, target, policy, self.example), self.model, target, self.example, None, tried=True)
+        return _made(make(self._looked, target, policy, self.backend, True), self.model, target, None, None)
 
 
-def _made(
-    plan: Plan, model: nn.Module, target: nn.Module, example_input: Any, evidence: Any, *, tried: bool = False
-) -> nn.Module:
-    """``target``, the model or a copy of it, converted and verified; as it was where that fails.
-
-    ``tried``: it is not compared with its definition.
-    """
-    if not plan.layout.drives:
-        raise ConversionError(_no_chain(model, plan))
+def _made(plan: Plan, model: nn.Module, target: nn.Module, example_input: Any, evidence: Any) -> nn.Module:
+    """``target``, the model or a copy of it, converted and verified; as it was where that fails."""
+    if not plan.places:
+        raise ConversionError(no_layer(model, plan))
+    check_backend(plan.backend, target, [plan.measured.shared[name].neurons[0] for name in plan.places])
     if target is not model:
         host.reset(target)
-    handles: list[RemovableHandle] = []
     try:
-        handles = swap.apply(plan, target)
-        _verify(target, plan, example_input, not tried)
-        setattr(target, RECORD, Record(plan.without_runs(), handles, type(model).__name__, evidence))
+        apply(plan, target)
+        if example_input is not None:
+            verify(model, target, as_arguments(example_input), exact=all_single(plan.settings), groups=plan.decision.groups)
+        setattr(target, RECORD, Record(plan, type(model).__name__, evidence))
     except BaseException:
         target.__dict__.pop(RECORD, None)
-        swap.undo(target, handles)
-        swap.drop_hooks(target)  # an interrupted ``apply`` gives no handles
+        undo(target)
         raise
     return target
 
 
-def note(source: nn.Module, converted: nn.Module, example_input: Any) -> None:
-    """Put into the report what a sample shows of accuracy and time: some twenty calls, which who measures them can spare."""
-    record = record_of(converted, "note")
-    if record.plan.seen is None or not _runs_here(converted, record.plan):
+def apply(plan: Plan, target: nn.Module) -> None:
+    """Make a plan true in a model, in place."""
+    decide.apply(plan.decision, plan.measured, target)
+    if plan.fused and plan.backend != reference.NAME:
+        capture_calls(target, plan.backend)
+    elif not any(isinstance(hook, Forget) for hook in target._forward_pre_hooks.values()):
+        target.register_forward_pre_hook(Forget())
+
+
+def undo(target: nn.Module) -> None:
+    """Give a model its own classes and its own call again."""
+    detach(target)
+    decide.undo(target)
+
+
+def check_backend(backend: str, target: nn.Module, names: Sequence[str]) -> None:
+    """Raise BackendError where kernels that were named cannot run the neurons of these names."""
+    if backend not in backends.COMPILED:
         return
-    settings = [place.settings for place in record.plan.layout.drives.values()]
-    aggregates = any(s.k > 1 for s in settings)
-    seen = observe(source, converted, as_arguments(example_input), aggregates=aggregates, timed=record.plan.fused)
-    record.notes = tuple(seen)
+    weight = next(target.parameters(), None)
+    # A net that is to run on the GPU may be converted before it is moved there.
+    elsewhere = weight is None or weight.is_meta or (backend in backends.ON_CUDA and weight.device.type == "cpu")
+    problem = "" if weight is None else backends.fastest(backend, None if elsewhere else weight.device, weight.dtype)[1]
+    for name in () if problem else names:
+        if problem := unfused(target.get_submodule(name)):
+            problem = f"{name!r}: {problem}"
+            break
+    if problem:
+        raise BackendError(f"backend={backend!r} cannot run: {problem}; backend='auto' takes what can")
 
 
-def _runs_here(target: nn.Module, plan: Plan) -> bool:
-    device = next((p.device.type for p in target.parameters()), "cpu")
-    return plan.backend not in backends.ON_CUDA or device == "cuda"
+def unfused(node: Any) -> str:
+    """Return why a neuron has no kernel; empty if it has one."""
+    if not decide.is_known(node):
+        return f"a {type(node).__name__} runs its own steps, for which there is no kernel"
+    return host.neuron_problem(node) or kernel_problem(node, None)
 
 
-def _verify(target: nn.Module, plan: Plan, example_input: Any, compared: bool) -> None:
-    """Run the converted net once beside what was seen of its source."""
-    if plan.seen is None:
-        return
-    exact = all_single(plan.settings)
-    verification.verify(
-        plan.seen,
-        target,
-        as_arguments(example_input),
-        exact=exact,
-        any_rate=plan.layout.emits_groups,
-        runs_here=_runs_here(target, plan),
-        compared=compared,
-    )
-    if compared and not exact and plan.layout.emits is None:
-        check_way(plan.seen, target, as_arguments(example_input))
+def kernels(net: nn.Module, plan: Plan) -> dict[str, str]:
+    """Return, by neuron, what ran in the graphs that were captured; before a call, and of a model, what will run."""
+    gate, weight = gate_of(net), next(net.parameters(), None)
+    if not plan.fused or plan.backend == reference.NAME or weight is None:
+        return {}
+    name, problem = backends.fastest(plan.backend, weight.device, weight.dtype)
+    if problem:
+        return {}
+    if gate is not None and gate.capture.graphs:
+        fused = gate.capture.fused()
+    else:
+        fused = {n for n, m in net.named_modules() if decide.is_known(m) and not unfused(m)}
+    return dict.fromkeys(fused, f"{name}, fused")
 
 
 def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
-    """The verdicts that ``convert`` would give, without converting; no chain is no error here.
+    """The verdicts that ``convert`` would give, without converting; no layer is no error here.
 
     Args:
-        model: a SpikingJelly net in step_mode "m"; left untouched.
+        model: takes frames [T, N, C, H, W], or images that it repeats; left untouched.
         policy: as of ``convert``, but for "auto".
         k: frames per convolution where the policy does not say.
-        example_input: a real input. With it the report has MACs, and more nets can be looked into.
+        example_input: as of ``convert``. With it the report has MACs.
 
     Raises:
         ModelTypeError: ``model`` is no ``torch.nn.Module``.
-        TraceError: ``torch.fx`` cannot follow its forward.
+        TraceError: its forward takes other arguments.
         PolicyError: a bad policy, or a rule that matches nothing.
-        ConversionError: converted before, or no deep copy.
+        ConversionError: converted before, or it does not run on the example, or takes none of the usual shapes.
     """
     check_plain(model)
-    target = deep_copy(model, dry=True, or_inplace=False)
-    found = analyse(target, policy, k, example_input, backends.choose("auto"), True)
-    return report_on(found, target, f"plan for {type(model).__name__}")
+    found = analyse(model, policy, k, example_input, backends.choose("auto"), True)
+    return report_on(found, model, f"plan for {type(model).__name__}", kernels(model, found), unfused)
 
 
 def report(converted: nn.Module) -> Report:
-    """What became of every conv of a converted model. MACs show once it has seen an input. Raises ConversionError."""
+    """What became of every conv of a converted model. Raises ConversionError."""
     record = record_of(converted, "report")
-    found = report_on(record.plan, converted, record.title)
-    notes = [*found.notes, *record.notes]
+    found = report_on(record.plan, converted, record.title, kernels(converted, record.plan), unfused)
+    gate = gate_of(converted)
+    slow = () if gate is None else tuple(gate.capture.told)
+    notes = [*found.notes, *record.notes, *(f"runs as it is defined: {problem}" for problem in slow)]
     corrections = ((n, c) for n, c in record.corrected.items() if c.by == MATCH)
     if record.matched and all(is_as_made(converted, name, c) for name, c in corrections):
         # What was seen before it was matched is told no more.
         notes = [*(note for note in notes if not note.startswith(AT_RISK)), record.matched]
-    return replace(found, evidence=record.evidence, notes=tuple(notes), policy=policy_of(converted))
+    graphs = () if gate is None else tuple(gate.capture.graphs)
+    return replace(found, evidence=record.evidence, notes=tuple(notes), policy=policy_of(converted), graphs=graphs)
 
 
 def policy_of(converted: nn.Module) -> Policy:
@@ -197,15 +213,42 @@ def policy_of(converted: nn.Module) -> Policy:
         ConversionError: not a converted model.
     """
     record = record_of(converted, "policy_of")
-    policy = record.plan.policy(converted)
+    policy = record.plan.policy()
     policy._evidence = record.evidence
     return policy
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Return whether a conversion changed a module."""
+    hooks = module._forward_hooks.values()
+    return isinstance(module, (SharedConv, OperatorNeuron)) or any(isinstance(hook, collapse.Mean) for hook in hooks)
+
+
+def check_unedited(plan: Plan, model: nn.Module, action: str) -> None:
+    """Raise ConversionError where a module that the plan rests on is gone, or is of another kind now."""
+    modules, measured = dict(model.named_modules()), plan.measured
+
+    def fits(name: str) -> bool:
+        if name in plan.places:
+            return isinstance(modules[name], SharedConv) or torchs_own(modules[name]) is not None
+        if name in measured.norms:
+            return is_norm(modules[name])
+        return host.is_neuron(modules[name]) or measured.kinds[name] == type(modules[name]).__qualname__
+
+    behind = [n for name in plan.places for n in measured.shared[name].neurons]
+    for name in (*plan.places, *behind, *norms(plan.decision, measured)):
+        if name in modules and fits(name):
+            continue
+        now = f"a {type(modules[name]).__name__} now" if name in modules else "gone"
+        raise ConversionError(
+            f"{action}: module {name!r} was converted, and is {now}; the model was left as it was. Call sj_tac.restore on "
+            "it, then convert it as it is now"
+        )
 
 
 def check_plain(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelTypeError(f"a model is a torch.nn.Module, got {type(model).__name__}: {str(model)[:80]!r}")
-    host.know_loaded()
     if hasattr(model, "_orig_mod"):
         raise ConversionError(
             f"{type(model).__name__} is what torch.compile made of a {type(model._orig_mod).__name__}; convert that one, "
@@ -276,7 +319,7 @@ def _closures(value: Any, depth: int = 4) -> Iterator[Any]:
         for cell in value.__closure__:
             with contextlib.suppress(ValueError):  # an empty one
                 inner.append(cell.cell_contents)
-        yield from inner
+        yield from (item.__self__ if isinstance(item, MethodType) else item for item in inner)
     else:
         return
     for item in inner if depth else ():
@@ -293,16 +336,14 @@ def at_k_1(converted: nn.Module) -> nn.Module:
             "plain first, then convert"
         ) from error
     record = record_of(copied, "at_k_1")
-    swap.check_unedited(record.plan, copied, "what the source does is measured on a copy of the converted net")
+    check_unedited(record.plan, copied, "what the source does is measured on a copy of the converted net")
     take_back(copied, record.corrected, [*record.corrected])
     source = {
         name: s if s.mode == "keep" else s.model_copy(update={"mode": "preserve", "k": 1})
         for name, s in record.plan.settings.items()
     }
     record.plan = record.plan.under(copied, source)
-    for handle in record.handles:
-        handle.remove()
-    record.handles = swap.apply(record.plan, copied)
+    apply(record.plan, copied)
     return copied
 
 
@@ -315,21 +356,3 @@ def record_of(model: Any, action: str) -> Record:
     inner = [name for name, module in model.named_modules() if RECORD in module.__dict__]
     hint = f"its module {inner[0]!r} is: call {action} on that" if inner else "call sj_tac.convert first"
     raise ConversionError(f"{action}: {type(model).__name__} is not a converted model; {hint}")
-
-
-def _no_chain(model: nn.Module, found: Plan) -> str:
-    verdicts = report_on(found, model, "").verdicts
-    if not verdicts:
-        return f"{type(model).__name__} has no convolution; sj_tac converts Conv2d -> [BatchNorm2d] -> neuron chains"
-    if all(v.reason == Reason.NOT_MULTI_STEP for v in verdicts):
-        return (
-            f"{type(model).__name__} is in step_mode 's', one frame a call, where nothing can be aggregated; "
-            "call functional.set_step_mode(model, 'm') and feed it [T, N, C, H, W]"
-        )
-    lines = [f"  {v.layer}: {v.reason}: {v.detail} ({v.hint})" for v in verdicts]
-    seen = {v.layer for v in verdicts}
-    if any(isinstance(m, nn.Linear) and name not in seen for name, m in model.named_modules()):
-        lines.append(
-            "  Linear layers were not looked at: a policy with layers: [conv, linear] converts those that drive neurons"
-        )
-    return f"no chain of {type(model).__name__} can be converted:\n" + "\n".join(lines)

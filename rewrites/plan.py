@@ -1,38 +1,25 @@
-"""What is to become of a model under a policy, by name alone; and what a report says of it."""
+"""A plan: what was measured of a net, what a policy makes of it, and the verdicts that say so."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
+from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import ConversionError, PolicyError
-from sj_tac.kernels import backends
+from sj_tac.errors import ConversionError, PolicyError, TraceError
 from sj_tac.policy import SOURCE, Policy, Rule, Settings, as_policy, exactly
-from sj_tac.rewrites import verify as verification
-from sj_tac.rewrites.arguments import as_arguments
-from sj_tac.rewrites.axes import find_axes, why_unknown
-from sj_tac.rewrites.chains import Chain, find_chains
-from sj_tac.rewrites.dtypes import decided
-from sj_tac.rewrites.folds import misread
-from sj_tac.rewrites.fuse import Fusion, fuse
-from sj_tac.rewrites.graph import Graph, read
-from sj_tac.rewrites.layouts import Sample
-from sj_tac.rewrites.promises import broken_promises, own_forwards
-from sj_tac.rewrites.rates import DrivePlace, Layout, lay_out
-from sj_tac.rewrites.trace import trace
-from sj_tac.rewrites.weights import MIXED
-from sj_tac.runtime.borders import PLAIN, Axes, Span
-from sj_tac.runtime.convs import DriveModule
-from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.neurons import Unit
-from sj_tac.runtime.swaps import is_swapped, own_class
+from sj_tac.rewrites import dtypes
+from sj_tac.rewrites.arguments import as_arguments, by_name, described
+from sj_tac.rewrites.decide import PLAIN, Decision, Place, Span, decide
+from sj_tac.rewrites.measure.examples import find_example
+from sj_tac.rewrites.measure.plan import Measured, Shared, plan as measure
+from sj_tac.rewrites.measure.runs import fresh
 from sj_tac.verdicts import AT_RISK, HELP, Reason, Refusal, Report, Verdict
 
 # So many layers of IF neurons with hard reset behind each other lose accuracy that a user would notice.
@@ -41,167 +28,130 @@ DEEP = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to become of a model. It holds names and settings, no module: it can be kept, and made again for another k.
+    """What a net's layers become.
 
     Attributes:
-        seen: a run of the source on the example input, or None; sampled: a real sample ran beside the trace's symbols.
-        backend, fused: as the arguments of ``convert``. axes: where T and N stand among forward's arguments, if known.
-        untold: why no call can tell them, as far as it was tried.
-        wide: why a layer's convolution does not run in the dtype that was asked for.
-        stand_ins: convs and Linears with a forward of their own that may stand for the known ones.
+        measured: of the net. decision: of its layers under ``settings``. policy_layers: kinds of layers.
+        backend: as it was asked for. fused: whether calls are captured. wide: of layers that do not
+            compute in the dtype that they were to, why. given: whether the user gave the example.
     """
 
-    chains: dict[str, Chain | Refusal]
+    measured: Measured
     settings: dict[str, Settings]
-    graph: Graph
-    sampled: bool
-    seen: verification.Run | None
+    decision: Decision
+    policy_layers: tuple[str, ...]
     backend: str
     fused: bool
-    layout: Layout
-    fusion: Fusion
-    axes: Axes | None = None
-    untold: str = ""
-    wide: Mapping[str, str] = field(default_factory=dict)
-    stand_ins: tuple[str, ...] = ()
+    wide: Mapping[str, str]
+    given: bool
 
     @property
-    def macs(self) -> dict[str, tuple[int, int]]:
-        return {} if self.seen is None else self.seen.macs
+    def places(self) -> dict[str, Place]:
+        """The convolutions that are converted."""
+        return self.decision.places
 
-    def under(self, model: nn.Module, settings: dict[str, Settings], entry: Span = PLAIN) -> Plan:
-        """The plan of ``model`` under other settings; ``entry``: what a frame of its input stands for. Changes nothing."""
-        _let_stand_in(model, self.stand_ins)
-        axes = self.axes
-        knows = axes is not None and (axes.steps is not None or axes.batch is not None)
-        no_time = None if knows else Refusal(Reason.TIME_UNKNOWN, self.untold)
-        layout = lay_out(model, self.graph, self.chains, settings, entry, no_time)
-        fusion = fuse(model, self.graph, self.chains, layout, self.backend) if self.fused else Fusion()
-        return replace(self, settings=settings, layout=layout, fusion=fusion)
+    @property
+    def stretched(self) -> dict[str, Span]:
+        """Convolutions and neurons that run behind a collapse without being converted, with the span of their frames."""
+        driven = {neuron for name in self.places for neuron in self.measured.shared[name].neurons}
+        points = self.decision.points.items()
+        return self.decision.behind | {n: point.span for n, point in points if not point.by and n not in driven}
 
-    def policy(self, model: nn.Module) -> Policy:
-        """What is converted, as rules by exact name over a default that keeps the rest.
+    def under(self, model: nn.Module, settings: Mapping[str, Settings]) -> Plan:
+        """Return the same plan under other settings."""
+        return replace(self, settings=dict(settings), decision=decide(self.measured, model, settings))
 
-        A chain that its place refused has a rule by pattern, and is refused again: it ends a collapse, what is kept does
-        not.
+    def policy(self) -> Policy:
+        """Return what is converted, as rules by exact name over a default that keeps the rest.
+
+        A layer that its place refused has a rule by pattern, and is refused again: it ends a collapse, as what is
+        kept does not.
         """
-        modules = dict(model.named_modules())
-        linear = any(name in modules and not host.is_conv(modules[name]) for name in self.chains)
-        default = Settings(mode="keep")
-        rules = []
+        default, rules = Settings(mode="keep"), []
         for name, settings in self.settings.items():
-            if settings.mode == "keep" or not isinstance(self.chains[name], Chain):
-                # An image's copies are looked for there, too.
-                settings = Settings(mode="keep", exact=settings.exact and settings.normalize)
+            refused = isinstance(self.measured.convolutions[name], Refusal)
+            if settings.mode == "keep" or refused:
+                continue
             said = {key: value for key, value in settings if value != getattr(default, key)}
-            if said:
-                match = exactly(name) if name in self.layout.drives else f"re:{re.escape(name)}"
-                k = {} if settings.mode == "keep" else {"k": settings.k}
-                rules.append(Rule.model_validate({"match": match} | said | k))
-        return Policy(layers=("conv", "linear") if linear else ("conv",), default=default, rules=tuple(rules))
+            match = exactly(name) if name in self.places else f"re:{re.escape(name)}"
+            rules.append(Rule.model_validate({"match": match} | said | {"k": settings.k}))
+        return Policy(layers=self.policy_layers, default=default, rules=tuple(rules))
 
-    def without_runs(self) -> Plan:
-        """The plan without the large part of what was seen of the source."""
-        seen = None if self.seen is None else verification.Run(self.seen.macs, [], [])
-        return replace(self, seen=seen)
+
+@dataclass(frozen=True)
+class Looked:
+    """A model that was measured once, for any number of policies over the same kinds of layers."""
+
+    measured: Measured
+    layers: tuple[str, ...]
+    given: bool
+
+
+def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
+    """Measure a model on an example, or on a usual shape that it takes. It is left as it was.
+
+    Raises:
+        ConversionError: it does not run on the example, or takes none of the usual shapes.
+        TraceError: its forward takes other arguments.
+    """
+    with torch.device("cpu"):
+        arguments = (find_example(model),) if example_input is None else as_arguments(example_input)
+    by_name(model, arguments)
+    try:
+        on_cpu, arguments = _at_rest(model, arguments)
+        with torch.device("cpu"):  # whatever the user's default is
+            measured = measure(on_cpu, arguments, "linear" in layers)
+    except (ConversionError, TraceError):
+        raise
+    except Exception as error:
+        raise ConversionError(
+            f"the model does not run on example_input of shape {described(arguments)} ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}); pass a batch [T, N, C, H, W] that it takes"
+        ) from error
+    return Looked(measured.slim(), tuple(layers), example_input is not None)
+
+
+def _at_rest(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return a copy of a model at rest, on the CPU, where measurements compare small tensors; and its arguments there."""
+    if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers())):
+        made = fresh(model, hooks=False)
+    else:
+        made = copy.deepcopy(model).cpu()
+        arguments = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, arguments)
+    host.reset_memories(made)
+    return made, arguments
+
+
+def make(looked: Looked, model: nn.Module, policy: Policy, backend: str, fused: bool) -> Plan:
+    """Return the plan of a model that was looked at, under a policy. Raises PolicyError."""
+    measured = looked.measured
+    resolved = policy.resolve(list(measured.convolutions))
+    if "conv" not in policy.layers:
+        linears = (nn.Linear,)
+        resolved |= {
+            name: (Settings(mode="keep"), None) for name in resolved if not isinstance(model.get_submodule(name), linears)
+        }
+    settings, wide = dtypes.decided(model, measured.convolutions, resolved, policy._source)
+    decision = decide(measured, model, settings)
+    _check_exact_rules(resolved, decision, policy._source)
+    return Plan(measured, settings, decision, looked.layers, backend, fused, wide, looked.given)
 
 
 def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fused: bool) -> Plan:
-    """Trace, find chains, apply the policy, lay out time, fuse. Changes nothing in ``model``."""
+    """Measure a model and decide under a policy. Changes nothing in ``model``."""
     checked = as_policy(policy, k)
-    return decide(look(model, checked.layers, example_input, backend, fused), model, checked, example_input)
-
-
-def look(model: nn.Module, layers: Sequence[str], example_input: Any, backend: str, fused: bool) -> Plan:
-    """What every policy for these ``layers`` finds in a model: its chains, without settings. Changes nothing in it."""
-    arguments = None if example_input is None else as_arguments(example_input)
-    own = own_forwards(model, arguments, "linear" in layers)
-    stand_ins = tuple(name for name, problem in own.items() if not problem)
-    _let_stand_in(model, stand_ins)
-    traced = trace(model, example_input)
-    graph = read(model, traced.graph)
-    broken = broken_promises(model, arguments)
-    chains = find_chains(
-        model, graph, traced.closed, "linear" in layers, broken, arguments is not None, _refusals(model, own)
-    )
-    return Plan(
-        chains, {}, graph, traced.sampled, None, backend, fused, Layout(), Fusion(), stand_ins=stand_ins
-    )  # fmt: skip
-
-
-def _let_stand_in(model: nn.Module, names: Sequence[str]) -> None:
-    for name in names:
-        module = model.get_submodule(name)
-        if not is_swapped(module):
-            host.stand_in(module)
-
-
-def _refusals(model: nn.Module, own: Mapping[str, str]) -> dict[str, Refusal]:
-    """Why convs and Linears with a forward of their own may not stand for the known ones."""
-    found = {}
-    for name, problem in own.items():
-        if problem:
-            module = model.get_submodule(name)
-            kind, made = own_class(module), parametrize.is_parametrized(module)
-            named = f"a {kind.__module__}.{kind.__qualname__}, " + ("parametrized" if made else "with a forward of its own")
-            found[name] = Refusal(Reason.PARAMETRIZED if made else Reason.UNSUPPORTED_CONV, f"it is {named}: {problem}")
-    return found
-
-
-def run_source(looked: Plan, model: nn.Module, example_input: Any, exact: bool) -> Plan:
-    """A plan with what runs of the source show; with digests of every value where ``exact``."""
-    arguments, sample = as_arguments(example_input), looked.graph.sample
-    sites = {chain.conv: chain.site for chain in looked.chains.values() if isinstance(chain, Chain)}
-    seen = _run_source(model, arguments, sites, exact, sample)
-    axes = find_axes(model, arguments, sample)
-    chains = {**looked.chains, **misread(model, arguments, axes, sample, looked.chains)}
-    untold = "" if axes is None or axes.steps or axes.batch else why_unknown(model, arguments, sample)
-    return replace(looked, seen=seen, axes=axes, untold=untold, chains=chains)
-
-
-def decide(looked: Plan, model: nn.Module, checked: Policy, example_input: Any) -> Plan:
-    """The plan of a model that was looked at, under a policy; the source runs here, if it has not. Changes nothing in it."""
-    resolved = checked.resolve(list(looked.chains))
-    if "conv" not in checked.layers:
-        convs = [name for name in resolved if host.is_conv(model.get_submodule(name))]
-        resolved |= {name: (Settings(mode="keep"), None) for name in convs}
-    settings, wide = decided(model, looked.chains, resolved, checked._source)
-    if example_input is not None and looked.seen is None:
-        looked = run_source(looked, model, example_input, all_single(settings))
-    plan = replace(looked.under(model, settings), wide=wide)
-    _check_exact_rules(resolved, looked.chains, plan.layout, checked._source)
-    return plan
+    return make(look(model, checked.layers, example_input), model, checked, backend, fused)
 
 
 def all_single(settings: Mapping[str, Settings]) -> bool:
-    """Nothing is aggregated: a converted net computes what its source does."""
+    """Return whether nothing is aggregated: the converted net computes what its source does."""
     return all(s.k == 1 and s.dtype == SOURCE for s in settings.values() if s.mode != "keep")
 
 
-def _run_source(
-    model: nn.Module, arguments: tuple[Any, ...], sites: Mapping[str, str], exact: bool, sample: Sample | None
-) -> verification.Run:
-    found = verification.run(model, arguments, sites, exact=exact, sample=sample)
-    if found.failure:
-        hooks = (
-            "; its own forward pre-hooks are silent meanwhile: pass what they hand on" if model._forward_pre_hooks else ""
-        )
-        raise ConversionError(
-            f"the model {found.failure}; pass a batch [T, N, C, H, W] that it takes{hooks}"
-        ) from found.error
-    return found
-
-
-def _check_exact_rules(
-    resolved: Mapping[str, tuple[Settings, Rule | None]],
-    chains: Mapping[str, Chain | Refusal],
-    layout: Layout,
-    source: str,
-) -> None:
-    """A rule that names one conv and cannot be followed is an error; a glob over it is only reported."""
+def _check_exact_rules(resolved: Mapping[str, tuple[Settings, Rule | None]], decision: Decision, source: str) -> None:
+    """A rule that names one layer and cannot be followed is an error; a glob over it is only reported."""
     for name, (settings, rule) in resolved.items():
-        found = chains[name]
-        refusal = layout.refused.get(name) or (found if isinstance(found, Refusal) else None)
+        refusal = decision.refused.get(name)
         if refusal is None or rule is None or not rule.is_exact or settings.mode == "keep":
             continue
         verdict = Verdict.refuse(name, refusal)
@@ -211,141 +161,102 @@ def _check_exact_rules(
         )
 
 
-def report_on(plan: Plan, model: nn.Module, title: str) -> Report:
-    """The verdicts of a plan for ``model``, with what its last call did where it is converted already."""
-    return _Reporter(plan, model).report(title)
+def report_on(
+    plan: Plan,
+    model: nn.Module,
+    title: str,
+    kernels: Mapping[str, str] | None = None,
+    unfused: Callable[[nn.Module], str] = lambda node: "",
+) -> Report:
+    """Return the verdicts of a plan, in the order of the model's modules.
+
+    Args:
+        kernels: by neuron, what ran, or runs. unfused: says why a neuron has no kernel.
+    """
+    verdicts, stretched, modules = [], plan.stretched, dict(model.named_modules())
+    for name in modules:
+        if name in plan.measured.convolutions:
+            verdict = _verdict(plan, name, kernels or {})
+            found = plan.measured.convolutions[name]
+            if plan.fused and isinstance(found, Shared) and verdict.kernel == "reference":
+                why = unfused(modules[found.neurons[0]]) if found.neurons[0] in modules else ""
+                verdict = replace(verdict, detail="; ".join(filter(None, (verdict.detail, why and f"not fused: {why}"))))
+            verdicts.append(verdict)
+        elif name in stretched:
+            k, kernel = stretched[name].stretch, (kernels or {}).get(name, "reference")
+            detail = f"runs {k} steps on every frame behind a collapse and emits their mean"
+            if k == 1:
+                detail = "runs one step on every frame behind a binary collapse"
+            verdicts.append(Verdict(name, "stretched", k=k, kernel=kernel, detail=detail))
+    notes = (*plan.measured.notes, *_risky(plan, model))
+    return Report(tuple(verdicts), title, notes=notes, policy=plan.policy())
 
 
-class _Reporter:
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
-        self.plan, self.layout, self.model = plan, plan.layout, model
-        self.modules = dict(model.named_modules())
-
-    def role(self, name: str) -> Any:
-        """What the module has become, where it is converted."""
-        return self.modules[name].__dict__.get("_tac") if name in self.modules else None
-
-    def report(self, title: str) -> Report:
-        verdicts = []
-        stretched = dict(self.layout.stretched)
-        for name in self.modules:
-            if name in self.plan.chains:
-                stretched.pop(name, None)
-                verdicts.append(self.verdict(name))
-            elif name in stretched:
-                verdicts.append(self.stretched(name, stretched.pop(name)))
-        return Report(tuple(verdicts), title, notes=self.notes(), policy=self.plan.policy(self.model))
-
-    def notes(self) -> tuple[str, ...]:
-        """What is to know of the net as a whole."""
-        return (*self.order_of_input(), *self.risky_neurons())
-
-    def order_of_input(self) -> list[str]:
-        """Where time stands in the input, where that is not in front."""
-        axes = self.plan.axes
-        if axes is None or axes.batch is None or axes.steps in ((0, 0), None):
-            return []
-        argument, dim = axes.steps or (0, 0)
-        return [f"the input {axes.names[argument]!r} has time in dimension {dim} and samples in dimension {axes.batch[1]}"]
-
-    def risky_neurons(self) -> list[str]:
-        """IF neurons with hard reset behind each other: on shared drives they lose less at a reset, and fire more often."""
-        found = []
-        for name, place in self.layout.drives.items():
-            chain = self.plan.chains[name]
-            node: Any = self.modules.get(chain.neuron) if isinstance(chain, Chain) else None
-            if isinstance(node, host.neuron.IFNode) and node.v_reset is not None and place.settings.k > 1:
-                found.append(name)
-        if len(found) < DEEP:
-            return []
-        why = "which fire more often on shared drives than in the source, layer by layer more so"
-        return [f"{AT_RISK}: {len(found)} layers drive IF neurons with hard reset, {why}; {HELP}"]
-
-    def stretched(self, name: str, span: Span) -> Verdict:
-        detail = f"runs {span.stretch} steps on every frame behind a collapse and emits their mean"
-        if span.stretch == 1:
-            detail = "runs one step on every frame behind a binary collapse"
-        kernel, _ = self.kernel(name, name)
-        return Verdict(name, "stretched", k=span.stretch, kernel=kernel, detail=detail)
-
-    def kernel(self, name: str, neuron: str) -> tuple[str, str]:
-        """What ran in the last call, or will run: a kernel and what keeps the chain from a faster one."""
-        fused, unit = self.plan.fusion.units.get(neuron), self.role(neuron)
-        if fused is None:
-            why = self.plan.fusion.unfused.get(name, "")
-            return "reference", f"not fused: {why}" if why else ""
-        ran = unit.ran if isinstance(unit, Unit) else ""
-        if isinstance(unit, Unit) and unit.gave == "plain":
-            why = ran if ran not in backends.AVAILABLE else "frames were ordinary at every module's border"
-            return "reference", f"not fused in the last call: {why}"
-        slower = fused.slower
-        if slower and ran in backends.COMPILED:
-            slower = f"in training it runs on reference: {slower}"
-        with_it = " with its convolution" if isinstance(unit, Unit) and unit.convolved else ""
-        return f"{ran or fused.kernel}, fused{with_it}", slower
-
-    def caveats(self, chain: Chain, repeated: bool) -> list[str]:
-        """Where a shared drive is less than it could be, or more."""
-        found = []
-        if repeated:
-            found.append("exact: one convolution for all T frames, which are alike")
-        elif chain.max_pool:
-            found.append(f"approximate: {chain.max_pool!r} takes the largest of shared drives")
-        if chain.readout and not repeated:
-            found.append("its drive is also read as a mean over time, which weighs the frames of a group as the neuron does")
-        if chain.conv in self.layout.early:
-            found.append(self.layout.early[chain.conv])
-        if self.plan.settings[chain.conv].weights == MIXED:
-            found.append(f"mixed weights: {self.layout.drives[chain.conv].settings.weights}")
-        if chain.conv in self.plan.wide:
-            found.append(f"in the net's dtype: {self.plan.wide[chain.conv]}")
-        with torch.no_grad():
-            nodes = [self.modules[n] for n in chain.neurons if n in self.modules]
-            decays = {round(float(host.decay(n, torch.float64)), 12) for n in nodes}
-        if len(decays) > 1:
-            found.append(f"its drive reaches {len(chain.neurons)} neurons of different decay; weighted for {chain.neuron!r}")
-        return found
-
-    def verdict(self, name: str) -> Verdict:
-        chain, place = self.plan.chains[name], self.layout.drives.get(name)
-        drive = self.role(place.site) if place is not None else None
-        site: Any = self.modules.get(place.site) if place is not None else None
-        seen = (site.macs() if isinstance(site, DriveModule) else None) or self.plan.macs.get(name)
-        before = seen[0] * seen[1] if seen else None
-        if place is not None and isinstance(chain, Chain):
-            kernel, slower = self.kernel(name, chain.neuron)
-            why = "; ".join([*self.caveats(chain, place.repeated), *([slower] if slower else [])])
-            kept = self.plan.settings[name].mode == "keep"
-            made = drive if isinstance(drive, Drive) else None
-            unit = self.role(chain.neuron)
-            return Verdict(
-                name, "kept" if kept else "converted", place.settings.mode, place.settings.k, kernel,
-                Reason.POLICY_KEEP.value if kept else None, why, "", before,
-                _groups(place, seen[0]) * seen[1] if seen else None, exact=place.repeated,
-                dtype=place.settings.dtype, reads=self.reads(place.site, place.span), last_read=made.ran if made else "",
-                last_gave=unit.gave if isinstance(unit, Unit) else "",
-                frames_made={**(made.made if made else {}), **(unit.made if isinstance(unit, Unit) else {})},
-            )  # fmt: skip
-        if name in self.layout.stretched:
-            span = self.layout.stretched[name]
-            after = len(span.lengths(seen[0])) * seen[1] if seen else None
-            detail = f"kept by the policy, at the rate of a collapse before it: a frame stands for {span.factor} frames"
-            return Verdict(name, "stretched", k=span.stretch, detail=detail, macs_before=before, macs_after=after)
-        refusal = self.layout.refused.get(name) or (chain if isinstance(chain, Refusal) else Refusal(Reason.POLICY_KEEP))
-        return Verdict.refuse(name, refusal, macs_before=before, macs_after=before)
-
-    def reads(self, site: str, span: Span) -> str:
-        """What is planned to come to a conv."""
-        if not self.plan.fused:
-            return "plain"
-        if site in self.plan.fusion.readers.values():
-            return "sums"
-        return "frames" if span.factor == 1 else "shared"
+def _verdict(plan: Plan, name: str, kernels: Mapping[str, str]) -> Verdict:
+    place, found = plan.places.get(name), plan.measured.convolutions[name]
+    before, after = _macs(plan, name, place)
+    if place is not None and isinstance(found, Shared):
+        s, why = place.settings, [*found.notes]
+        if not found.is_affine:
+            why.insert(0, f"approximate: shared drives are off by {found.off:.2g} of their norm")
+        if name in plan.decision.early:
+            why.append(plan.decision.early[name])
+        if plan.settings[name].weights == "mixed":
+            why.append(f"mixed weights: {s.weights}")
+        if name in plan.wide:
+            why.append(f"in the net's dtype: {plan.wide[name]}")
+        return Verdict(
+            name, "converted", s.mode, s.k, kernels.get(found.neurons[0], "reference"), None, "; ".join(why), "",
+            before, after, dtype=s.dtype,
+        )  # fmt: skip
+    span = plan.decision.behind.get(name, PLAIN)
+    if span.rows > 1:
+        detail = f"kept by the policy, at the rate of a collapse before it: a frame stands for {span.rows} frames"
+        return Verdict(name, "stretched", k=span.stretch, detail=detail, macs_before=before, macs_after=after)
+    refusal = plan.decision.refused.get(name)
+    if refusal is None or (plan.settings[name].mode == "keep" and not isinstance(found, Refusal)):
+        refusal = Refusal(Reason.POLICY_KEEP)
+    return Verdict.refuse(name, refusal, macs_before=before, macs_after=after)
 
 
-def _groups(place: DrivePlace, steps: int) -> int:
-    """Convolutions that ``steps`` frames of the input cost."""
-    if place.repeated:
-        return 1
-    frames = len(place.span.lengths(steps))
-    return -(-frames // max(1, place.settings.k // place.span.stretch))
+def _macs(plan: Plan, name: str, place: Place | None) -> tuple[int | None, int | None]:
+    """Return multiply-accumulates of a convolution per sample, before and after, on the example that the user gave."""
+    seen = plan.measured.macs.get(name)
+    if seen is None or not plan.given:
+        return None, None
+    steps, each = seen
+    rows = place.span.rate * place.k if place is not None else plan.decision.behind.get(name, PLAIN).rows
+    return steps * each, -(-steps // rows) * each
+
+
+def _risky(plan: Plan, model: nn.Module) -> list[str]:
+    """IF neurons with hard reset behind each other: on shared drives they lose less at a reset, and fire more often."""
+    found, modules = [], dict(model.named_modules())
+    for name, place in plan.places.items():
+        node: Any = modules.get(plan.measured.shared[name].neurons[0])
+        if isinstance(node, host.neuron.IFNode) and node.v_reset is not None and place.settings.k > 1:
+            found.append(name)
+    if len(found) < DEEP:
+        return []
+    why = "which fire more often on shared drives than in the source, layer by layer more so"
+    return [f"{AT_RISK}: {len(found)} layers drive IF neurons with hard reset, {why}; {HELP}"]
+
+
+def no_layer(model: nn.Module, plan: Plan) -> str:
+    """Return what an error says of a model in which nothing is converted."""
+    verdicts = report_on(plan, model, "").verdicts
+    if not verdicts:
+        return f"{type(model).__name__} has no convolution; sj_tac converts convolutions that drive neurons"
+    nodes = [m for m in model.modules() if host.is_neuron(m)]
+    if nodes and not any(map(host.is_multi_step, nodes)):
+        return (
+            f"{type(model).__name__} is in step_mode 's', one frame a call, where nothing can be aggregated; "
+            "call functional.set_step_mode(model, 'm') and feed it [T, N, C, H, W]"
+        )
+    lines = [f"  {v.layer}: {v.reason}: {v.detail} ({v.hint})" for v in verdicts]
+    seen = {v.layer for v in verdicts}
+    if any(isinstance(m, nn.Linear) and name not in seen for name, m in model.named_modules()):
+        lines.append(
+            "  Linear layers were not looked at: a policy with layers: [conv, linear] converts those that drive neurons"
+        )
+    return f"no convolution of {type(model).__name__} can be converted:\n" + "\n".join(lines)

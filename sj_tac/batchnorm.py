@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from sj_tac import host
+from sj_tac.definition.noted import NotedNorm
 from sj_tac.errors import BatchNormMovedWarning, ConversionError, MatchedStatisticsWarning
+from sj_tac.rewrites import decide
 from sj_tac.rewrites.corrections import MATCH, RECALIBRATE, STATISTICS, Correction, held, loaded_matched, put, take_back
+from sj_tac.rewrites.gate import as_defined
 from sj_tac.rewrites.pipeline import Record, record_of
-from sj_tac.runtime.layers import Norm
-from sj_tac.runtime.swaps import is_swapped
+from sj_tac.rewrites.plan import Plan
 from sj_tac.tuning.batches import read
 from sj_tac.tuning.measure import run_batch
 
@@ -37,18 +39,24 @@ def freeze_bn(converted: nn.Module, frozen: bool = True) -> list[str]:
     """
     record = record_of(converted, "freeze_bn")
     record.frozen = frozen
-    # Others that are swapped see single frames, and may learn from them.
-    found = {n: norm for n, norm in norms(converted).items() if n in record.plan.layout.norms or norm._tac.frozen}
+    planned = norms_of(record.plan)
+    # Others that keep notes see single frames, and may learn from them.
+    found = {n: norm for n, norm in norms(converted).items() if n in planned or norm._tac.frozen}
     for norm in found.values():
         norm._tac.frozen = frozen
         norm.train(converted.training)
     return list(found)
 
 
-def freeze_new(converted: nn.Module, record: Record, before: Mapping[str, str]) -> None:
-    """Freeze what another k stretches, in a net whose BatchNorms are frozen; ``before``: ``Layout.norms`` until then."""
+def freeze_new(converted: nn.Module, record: Record, before: Collection[str]) -> None:
+    """Freeze what another k stretches, in a net whose BatchNorms are frozen.
+
+    Args:
+        before: names of the BatchNorms that the plan spoke of until then.
+    """
+    planned = norms_of(record.plan)
     for name, norm in norms(converted).items():
-        if record.frozen and name not in before and name in record.plan.layout.norms:
+        if record.frozen and name not in before and name in planned:
             norm._tac.frozen = True
             norm.train(converted.training)
 
@@ -109,15 +117,16 @@ def recalibrate(converted: nn.Module, batches: Any = None, *, undo: bool = False
 
 def _estimated(converted: nn.Module, record: Record) -> dict[str, Any]:
     """The BatchNorms that do not see the source's frames, or whose statistics are not of these."""
-    layout, found = record.plan.layout, norms(converted)
-    wanted = {n for n, norm in found.items() if n in layout.norms or n in record.corrected or norm._tac.moved}
+    found, planned = norms(converted), norms_of(record.plan)
+    wanted = {n for n, norm in found.items() if n in planned or n in record.corrected or norm._tac.moved}
     return {name: norm for name, norm in found.items() if name in wanted and norm.running_mean is not None}
 
 
 def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> None:
     """Cumulative averages of batch statistics; the model's mode and memories are left as they were."""
     kept = {name: (norm.momentum, norm.num_batches_tracked.clone()) for name, norm in norms.items()}
-    with host.looked_at(converted, trains=True):
+    # Few batches in another mode, with silent hooks: no capture is worth it.
+    with host.looked_at(converted, trains=True), as_defined():
         try:
             for norm in norms.values():
                 norm.reset_running_stats()
@@ -131,8 +140,13 @@ def _estimate(converted: nn.Module, norms: Mapping[str, Any], batches: Any) -> N
 
 
 def norms(converted: nn.Module) -> dict[str, Any]:
-    """The swapped BatchNorms, by their own names."""
-    return {n: m for n, m in converted.named_modules() if is_swapped(m) and isinstance(m._tac, Norm)}
+    """The BatchNorms that keep notes, by their own names."""
+    return {n: m for n, m in converted.named_modules() if isinstance(m, NotedNorm)}
+
+
+def norms_of(plan: Plan) -> set[str]:
+    """Names of the BatchNorms of converted and stretched layers."""
+    return {*decide.norms(plan.decision, plan.measured)}
 
 
 def warn_if_moved(norms: Mapping[str, Any], action: str, stacklevel: int = 3) -> None:

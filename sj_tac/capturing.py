@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sj_tac import host
+from sj_tac.definition.collapse import Mean
+from sj_tac.definition.convs import SharedConv
+from sj_tac.definition.neurons import Merging
 from sj_tac.errors import CaptureError, InputError
 
 # Calls before the recording: kernels are compiled and chosen, and libraries get their memory.
 WARM_UP = 3
-_NUMBERS = {int, float, bool, str, tuple, type(None), torch.dtype, torch.device}
+_NUMBERS = {int, float, bool, str, tuple, type(None), torch.dtype, torch.device, Merging}
 
 
 def capture(net: nn.Module, example: Tensor, *, state: Literal["reset", "carried"] = "reset") -> Captured:
@@ -58,7 +61,7 @@ class Captured:
         self.net, self.carried = net, carried
         self._x = example.detach().clone()
         self._states: list[tuple[Any, str, Tensor, Any]] = []
-        with torch.no_grad(), _all_frames(net):
+        with torch.no_grad():
             if carried:
                 self._states = _states(net, self._x)
             try:
@@ -179,20 +182,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, here: torch.cuda.Stream) -> None:
     torch.cuda.set_stream(here)
 
 
-@contextlib.contextmanager
-def _all_frames(net: nn.Module) -> Iterator[None]:
-    """Run all frames, alike or not: to look whether they are alike waits for the GPU."""
-    found = {id(role.borders): role.borders for m in net.modules() if (role := m.__dict__.get("_tac")) is not None}
-    before = [(borders, borders.alike) for borders in found.values()]
-    try:
-        for borders, _ in before:
-            borders.alike = False
-        yield
-    finally:
-        for borders, alike in before:
-            borders.alike = alike
-
-
 def _states(net: nn.Module, x: Tensor) -> list[tuple[Any, str, Tensor, Any]]:
     """Module, name, a static tensor, and the resting value, of every memory that a call leaves a tensor in."""
     host.reset(net)
@@ -220,12 +209,16 @@ def _fingerprint(net: nn.Module) -> list[Any]:
     found: list[Any] = [cast, torch.get_autocast_dtype("cuda") if cast else None]
     found += [_place(tensor) for tensor in (*net.parameters(), *net.buffers())]
     for module in net.modules():
-        held, role = module.__dict__, module.__dict__.get("_tac")
+        held = module.__dict__
         # A forward may read any number of its own; memories and what lies in lists are not looked at.
         numbers = [value for value in held.values() if type(value) in _NUMBERS]
         tensors = [_place(value) for value in held.values() if isinstance(value, Tensor)]
         hooks = [*held["_forward_hooks"], *held["_forward_pre_hooks"]]
-        found.append((id(module), numbers, tensors, hooks, getattr(role, "k", None), getattr(role, "mode", None)))
+        means = [(hook.steps, hook.rate) for hook in held["_forward_hooks"].values() if isinstance(hook, Mean)]
+        found.append((id(module), numbers, tensors, hooks, means))
+        if isinstance(module, SharedConv):
+            sharing = module.sharing
+            found.append((sharing.k, sharing.weights, sharing.normalize, sharing.stretch, sharing.rate, sharing.dtype))
     return found
 
 

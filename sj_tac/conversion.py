@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from sj_tac import batchnorm
+from sj_tac.definition import noted
+from sj_tac.definition.convs import has_trained_logits
 from sj_tac.errors import BatchNormMovedWarning, ConversionError, NewParametersWarning, PolicyError, refuse_unknown
 from sj_tac.policy import Settings, as_policy, name_matches, nearest, with_dtype
-from sj_tac.rewrites import pipeline, swap
+from sj_tac.rewrites import pipeline
 from sj_tac.rewrites.corrections import take_back
+from sj_tac.rewrites.decide import Place
 from sj_tac.rewrites.pipeline import RECORD, deep_copy, plan as plan, policy_of as policy_of, record_of
-from sj_tac.rewrites.plan import Plan
-from sj_tac.runtime.swaps import has_trained_logits
 from sj_tac.tuning import matching
 from sj_tac.tuning.batches import as_given
 from sj_tac.tuning.layers import measure_layers
@@ -45,18 +46,19 @@ def convert(
     inplace: bool = False,
     **options: Unpack[ConvertOptions],
 ) -> nn.Module:
-    """A copy of ``model`` whose Conv -> BatchNorm -> LIF chains run one convolution for every ``k`` frames.
+    """A copy of ``model`` whose convolutions in front of spiking neurons run once for every ``k`` frames.
 
     Args:
-        model: a SpikingJelly net in step_mode "m"; input [T, N, C, H, W]. It is left untouched.
-        policy: "preserve" (T stays: event data), "collapse" (T/k frames: rate-coded data), "keep", "exact"
-            (k=1, and once what is alike for all frames: the source's spikes, faster), a dict, a ``Policy``, the path of a
-            YAML file, or "auto": ``sj_tac.diagnose`` and ``sj_tac.search`` on ``calibration``, with defaults.
+        model: a net that takes all frames in one call, as SpikingJelly's in step_mode "m" do. It is left untouched.
+        policy: "preserve" (T stays: event data), "collapse" (T/k frames: rate-coded data), "keep", "exact" (k=1: the
+            source's spikes, faster), a dict, a ``Policy``, the path of a YAML file, or "auto": ``sj_tac.diagnose`` and
+            ``sj_tac.search`` on ``calibration``, with defaults.
         k: frames per convolution where the policy does not say.
-        example_input: a real input; needed by models that ask their input's shape in forward. With it the report has MACs,
-            and the converted net is run: its output must have the source's shape and be finite, and at k=1 be the same.
+        example_input: a batch of two or more samples that the net runs on; a tuple for several arguments. Without it a usual
+            shape is looked for. With it the report has MACs, and the converted net is run: its output must have the source's
+            shape and be finite, and at k=1 be the same.
         backend: "auto" (numba on the CPU; cupy, else nvrtc, on CUDA; else reference), or the name of a kernel that must run.
-        fuse: run each chain as one operator where the graph allows; False keeps every module's own work, the definition.
+        fuse: capture the net's calls and run them in kernels; False runs every module's own forward, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
 
     Keyword Args:
@@ -73,11 +75,11 @@ def convert(
 
     Raises:
         ModelTypeError: ``model`` is no ``torch.nn.Module``.
-        TraceError: ``torch.fx`` cannot follow its forward.
+        TraceError: its forward takes other arguments than ``example_input``.
         PolicyError: a bad policy, or a rule that matches nothing.
         BackendError: a named kernel that cannot run here.
-        ConversionError: no chain, converted before, no deep copy, or the converted net fails on ``example_input`` (then
-            it names the first layer that differs).
+        ConversionError: no convolution that can be converted, converted before, no deep copy, no usual shape that the model
+            takes, or the converted net fails on ``example_input`` (then it names the first layer that differs).
         BatchError: batches of ``calibration`` or ``match`` that cannot be used.
         SearchError: with "auto", no policy is faster.
 
@@ -103,8 +105,6 @@ def convert(
     converted = pipeline.convert_with(
         model, policy, k, example_input=example_input, backend=backend, fuse=fuse, inplace=inplace, evidence=evidence
     )
-    if not inplace:
-        pipeline.note(model, converted, example_input)
     if batches is not None:
         try:
             matching.match(converted, batches, method=method)
@@ -146,12 +146,7 @@ def report(converted: nn.Module, batches: Any = None, *, rounds: int = 5) -> Rep
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BatchNormMovedWarning)
         source = restore(converted)
-    # A copy: who reads spikes to count them leaves traces in what the report says of the last call.
-    copied = deep_copy(converted, or_inplace=False)
-    measured = measure_layers(source, copied, batches, rounds)
-    pairs = zip(found.verdicts, pipeline.report(copied).verdicts, strict=True)
-    counted = [replace(v, macs_before=seen.macs_before, macs_after=seen.macs_after) for v, seen in pairs]
-    return replace(found, verdicts=tuple(counted), layers=measured)
+    return replace(found, layers=measure_layers(source, deep_copy(converted, or_inplace=False), batches, rounds))
 
 
 def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool = False) -> nn.Module:
@@ -169,14 +164,14 @@ def restore(converted: nn.Module, *, inplace: bool = False, drop_learned: bool =
         BatchNormMovedWarning: BatchNorm statistics were updated on aggregated frames.
     """
     record = record_of(converted, "restore")
-    _check_logits(converted, record.plan.layout.drives, "restore", drop_learned)
+    _check_logits(converted, record.plan.places, "restore", drop_learned)
     if not inplace:
         converted = deep_copy(converted)
         record = record_of(converted, "restore")
     take_back(converted, record.corrected, [*record.corrected])
     batchnorm.warn_if_moved(batchnorm.norms(converted), "restore")
     batchnorm.warn_if_matched(converted, "restore")
-    swap.undo(converted, record.handles)
+    pipeline.undo(converted)
     delattr(converted, RECORD)
     return converted
 
@@ -203,11 +198,11 @@ def set_k(converted: nn.Module, k: int, layers: str = "*", *, drop_learned: bool
         NewParametersWarning: the net is being trained, and has ``tac_logits`` now that its optimizer does not know.
     """
     old = record_of(converted, "set_k").plan
-    swap.check_unedited(old, converted, "set_k")
+    pipeline.check_unedited(old, converted, "set_k")
     k = as_policy("preserve", k).default.k
-    chosen = [name for name in old.layout.drives if name_matches(name, layers)]
+    chosen = [name for name in old.places if name_matches(name, layers)]
     if not chosen:
-        raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.layout.drives)}")
+        raise PolicyError(f"set_k: layers={layers!r} matches no converted layer; {nearest(layers, old.places)}")
     settings = old.settings | {name: old.settings[name].model_copy(update={"k": k}) for name in chosen}
     return change(converted, settings, drop_learned=drop_learned)
 
@@ -217,38 +212,33 @@ def change(converted: nn.Module, settings: dict[str, Settings], *, drop_learned:
     record = record_of(converted, "set_k")
     old = record.plan
     plan = old.under(converted, settings)
-    lost = [name for name in old.layout.drives if name not in plan.layout.drives]
+    lost = [name for name in old.places if name not in plan.places]
     if lost:
-        why = plan.layout.refused[lost[0]].detail
+        why = plan.decision.refused[lost[0]].detail
         raise PolicyError(f"set_k: layer {lost[0]!r} refuses, {why}; the model was left as it was")
-    places = old.layout.drives.items()
-    resized = {name: place for name, place in places if place.frames != plan.layout.drives[name].frames}
+    resized = {name: place for name, place in old.places.items() if place.frames != plan.places[name].frames}
     _check_logits(converted, resized, "set_k", drop_learned)
-    rates = old.layout.aggregated, plan.layout.aggregated
-    norms = {n: norm for n, norm in batchnorm.norms(converted).items() if rates[0].get(n) != rates[1].get(n)}
-    batchnorm.warn_if_moved(norms, "set_k", stacklevel=4)
+    norms = batchnorm.norms(converted)
+    was, is_now, sources = old.decision.rate, plan.decision.rate, old.measured.sources
+    other = {n: norm for n, norm in norms.items() if any(was(s) != is_now(s) for s in sources.get(n, ()))}
+    batchnorm.warn_if_moved(other, "set_k", stacklevel=4)
     if settings != old.settings:
         batchnorm.warn_if_matched(converted, "set_k", stacklevel=4)
         # What was fitted to the old k would be wrong for the new one, also behind these layers.
         unmatch(converted, record)
-    roles = {name: converted.get_submodule(place.site).__dict__.get("_tac") for name, place in places}
-    seen = {name: getattr(role, "seen", None) for name, role in roles.items()}
-    for handle in record.handles:
-        handle.remove()
-    handles = swap.apply(plan, converted, record.corrected)
+    pipeline.apply(plan, converted)
+    # What was re-estimated can be taken back at this k, too.
+    noted.remember(converted, record.corrected)
     # What the policy was chosen by, and what a sample showed, says nothing about another k.
-    setattr(converted, RECORD, replace(record, plan=plan, handles=handles, evidence=None, notes=()))
-    for name, place in plan.layout.drives.items():
-        converted.get_submodule(place.site)._tac.seen = seen[name]  # type: ignore[union-attr]
-    batchnorm.freeze_new(converted, record_of(converted, "set_k"), old.layout.norms)
-    _warn_of_logits(converted, resized, plan)
+    setattr(converted, RECORD, replace(record, plan=plan, evidence=None, notes=()))
+    batchnorm.freeze_new(converted, record_of(converted, "set_k"), batchnorm.norms_of(old))
+    _warn_of_logits(converted, {name: plan.places[name] for name in resized})
     return report(converted)
 
 
-def _warn_of_logits(converted: nn.Module, resized: Mapping[str, Any], plan: Plan) -> None:
+def _warn_of_logits(converted: nn.Module, resized: Mapping[str, Place]) -> None:
     """Of new weights that are learned, in a net that is being trained."""
-    places = {name: plan.layout.drives[name] for name in resized}
-    new = [name for name, place in places.items() if place.settings.weights == "learned" and place.frames > 1]
+    new = [name for name, place in resized.items() if place.settings.weights == "learned" and place.frames > 1]
     # Between two epochs the net may be in eval mode.
     if new and (converted.training or any(p.grad is not None for p in converted.parameters())):
         warnings.warn(
@@ -259,10 +249,9 @@ def _warn_of_logits(converted: nn.Module, resized: Mapping[str, Any], plan: Plan
         )
 
 
-def _check_logits(converted: nn.Module, drives: Mapping[str, Any], action: str, drop: bool) -> None:
+def _check_logits(converted: nn.Module, places: Mapping[str, Place], action: str, drop: bool) -> None:
     modules = dict(converted.named_modules())
-    held = {name: modules[place.site] for name, place in drives.items() if place.site in modules}
-    trained = [name for name, module in held.items() if has_trained_logits(module)]
+    trained = [name for name in places if name in modules and has_trained_logits(modules[name])]
     if trained and not drop:
         raise ConversionError(
             f"{action} would throw away the trained aggregation weights (tac_logits) of {trained}; "

@@ -19,7 +19,7 @@ class ConversionError(SjTacError, ValueError):
 
 
 class TraceError(ConversionError):
-    """``torch.fx`` could not follow the model's forward."""
+    """The model's forward takes other arguments than the example has."""
 
 
 class PolicyError(SjTacError, ValueError):
@@ -27,7 +27,7 @@ class PolicyError(SjTacError, ValueError):
 
 
 class InputError(SjTacError, ValueError):
-    """A tensor handed to a converted layer does not have the shape [T, N, C, H, W]."""
+    """A tensor does not have the shape, dtype or device that it must have."""
 
 
 class BackendError(SjTacError, RuntimeError):
@@ -112,20 +112,8 @@ class BackendFallbackWarning(UserWarning):
     """The fastest kernels cannot run on this machine; ``auto`` took the reference ones. Given once for each reason."""
 
 
-class OperationCountWarning(UserWarning):
-    """A tool counts the operations of a net in which frames share convolutions, and does not know of it."""
-
-
 class CaptureWarning(UserWarning):
     """A net, or a graph of it, runs as it is defined: it could not be captured, or an equation failed."""
-
-
-class StaleValueError(SjTacError, RuntimeError):
-    """Frames that a converted layer had not made yet can no longer be made, because what they depend on was changed."""
-
-
-class PlanNotKeptWarning(UserWarning):
-    """A call went another way than the traced one: a converted layer ran slower than planned, with the same results."""
 
 
 def refuse_unknown(caller: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -19,13 +19,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sj_tac import host
+from sj_tac.definition.convs import SharedConv
 from sj_tac.errors import ExportError, InputError, StateNotExportedWarning
-from sj_tac.kernels import reference
 from sj_tac.rewrites.arguments import as_arguments, copied
+from sj_tac.rewrites.gate import as_defined
 from sj_tac.rewrites.pipeline import deep_copy, record_of
 from sj_tac.rewrites.verify import tensors
-from sj_tac.runtime.borders import definition
-from sj_tac.runtime.drives import Drive
 from sj_tac.support.files import write_whole
 from sj_tac.support.printing import Shown
 
@@ -124,9 +123,8 @@ def export_onnx(
     # A copy, so that nothing of what follows is ever seen in the net itself.
     target = deep_copy(net, or_inplace=False)
     with host.looked_at(target):
-        own = [_own_call(target, case)[0] for case in cases]
-        with definition(target, alike=False, traced=True):
-            defined = [_own_call(target, case) for case in cases]
+        own = [_own_call(target, case) for case in cases]
+        defined = [_defined_call(target, case) for case in cases]
         # With one sample more: torch takes a dimension of 1 as fixed.
         program = _exported(target, cases[-1], batch_dim)
     model = _translated(program, opset)
@@ -172,11 +170,10 @@ def _check(net: nn.Module, arguments: tuple[Any, ...], batch_dim: int | None) ->
             f"forward hooks of yours hang on {hooked[:3]}: what they do would be written into the graph, or left out of it; "
             "remove them first (of pruning and weight_norm with torch.nn.utils.prune.remove and remove_weight_norm)"
         )
-    roles = [module.__dict__.get("_tac") for module in net.modules()]
-    narrow = [role for role in roles if isinstance(role, Drive) and role.dtype is not None]
-    if narrow:
-        role = narrow[0]
-        raise ExportError(f"layer {role.name!r} computes in {role.dtype}, and ONNX files are float32; convert without dtype")
+    for name, module in net.named_modules():
+        if isinstance(module, SharedConv) and module.sharing.dtype is not None:
+            dtype = module.sharing.dtype
+            raise ExportError(f"layer {name!r} computes in {dtype}, and ONNX files are float32; convert without dtype")
     given = [x for x in arguments if isinstance(x, Tensor)]
     if not given or len(given) != len(arguments):
         raise InputError(
@@ -230,9 +227,15 @@ def _probed(net: nn.Module) -> Iterator[_Probed]:
         host.reset_memories(net)
 
 
-def _own_call(net: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of the net's own call, and of its neurons."""
-    with _probed(net) as probed:
+def _own_call(net: nn.Module, arguments: tuple[Tensor, ...]) -> list[Tensor]:
+    """Outputs of the net's own call."""
+    host.reset_memories(net)
+    return [x.clone() for x in tensors(net(*copied(arguments)))]
+
+
+def _defined_call(net: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of the net's definition, and of its neurons."""
+    with as_defined(), _probed(net) as probed:
         out, seen = probed(*copied(arguments))
         return [x.clone() for x in out], [x.clone() for x in seen]
 
@@ -240,10 +243,7 @@ def _own_call(net: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[list[Tenso
 def _exported(net: nn.Module, arguments: tuple[Tensor, ...], batch_dim: int | None) -> Any:
     """The net's definition and its neurons' spikes as a program of torch.export, without operators of sj_tac."""
     shapes = None if batch_dim is None else (({batch_dim: torch.export.Dim("N", min=1)},),)
-    for module in net.modules():
-        if isinstance(drive := module.__dict__.get("_tac"), Drive):
-            drive.backend = reference.NAME
-    with definition(net, traced=True), _probed(net) as probed, warnings.catch_warnings():
+    with _probed(net) as probed, warnings.catch_warnings():
         # A neuron's voltage is assigned in its forward, which is what it is for. Every run of the graph begins at rest.
         warnings.simplefilter("ignore")
         try:

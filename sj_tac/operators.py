@@ -1,6 +1,6 @@
-"""TAC and TAC-TP: as modules for nets written by hand, and as the swap that ``convert`` makes in a net that exists.
+"""TAC and TAC-TP as modules, for nets written by hand: conv -> [norm] -> neuron -> [pool], owned by one module.
 
-Both go through the same passes, so there is one implementation. Source of the operators: J. Qin, "Collapse or
+They are made of what ``convert`` makes a net of (sj_tac/definition). Source of the operators: J. Qin, "Collapse or
 Preserve: Data-Dependent Temporal Aggregation for Spiking Neural Network Acceleration", arXiv 2603.13810.
 """
 
@@ -11,23 +11,18 @@ from typing import Any, TypedDict, Unpack, get_type_hints
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.errors import ConversionError, PolicyError, refuse_unknown
+from sj_tac.definition import collapse, convs, neurons, noted, ops
+from sj_tac.errors import ConversionError, InputError, PolicyError, refuse_unknown
 from sj_tac.kernels import backends, reference
 from sj_tac.policy import Settings
-from sj_tac.rewrites import swap
-from sj_tac.rewrites.chains import find_chains
-from sj_tac.rewrites.fuse import Fusion
-from sj_tac.rewrites.graph import straight
-from sj_tac.rewrites.plan import Plan
-from sj_tac.rewrites.rates import Layout
-from sj_tac.rewrites.weights import MIXED
-from sj_tac.runtime.borders import Borders, Span
-from sj_tac.runtime.convs import check_frames
-from sj_tac.runtime.expressions import SharedExpression
-from sj_tac.runtime.groups import Groups
-from sj_tac.runtime.root import compact_frames
-from sj_tac.runtime.values import Shared, ordinary
-from sj_tac.verdicts import REASONS, Reason, Refusal
+from sj_tac.rewrites.gate import capture_calls
+from sj_tac.rewrites.pipeline import check_backend
+from sj_tac.verdicts import REASONS, Reason
+
+# Layers that take frames: torch's own pools do not.
+_POOLS = tuple(kind for kind in host.POOLS if issubclass(kind, host.StepModule))
+# How a frame's dimensions are written, by the number of them.
+_SHAPES = {1: "L", 2: "H, W", 3: "D, H, W"}
 
 
 class _Aggregation(TypedDict, total=False):
@@ -45,9 +40,9 @@ class _Emission(_Aggregation, total=False):
 
 
 class _Operator(nn.Module):
-    """conv -> [norm] -> neuron -> [pool] as one module that owns them: a chain for nets written by hand."""
+    """conv -> [norm] -> neuron -> [pool] as one module that owns them."""
 
-    # What absorb makes of them has more attributes than their static types say.
+    # Layers of SpikingJelly have attributes that nn.Module's type does not say.
     conv: Any
     norm: Any
     neuron: Any
@@ -65,66 +60,83 @@ class _Operator(nn.Module):
         fuse: bool,
     ) -> None:
         super().__init__()
+        name = type(self).__name__
         for role, module, allowed in (
             ("conv", conv, host.CONVS),
             ("norm", norm, (*host.NORMS, type(None))),
-            ("neuron", neuron, host.NEURONS),
-            ("pool", pool, (*host.POOLS, type(None))),
+            ("neuron", neuron, tuple(neurons.SWAPS)),
+            ("pool", pool, (*_POOLS, type(None))),
         ):
-            if (type(module) if module is None else host.kind(module)) not in allowed:
+            # A binary collapse asks a neuron for a step that classes made of SpikingJelly's do not have.
+            kind: Any = type(module) if module is None or role == "neuron" else host.kind(module)
+            if kind not in allowed:
                 names = [t.__name__ for t in allowed if t is not type(None)]
                 raise ConversionError(
-                    f"{type(self).__name__}: {role} is a {type(module).__name__}; it must be exactly one of {names} "
+                    f"{name}: {role} is a {type(module).__name__}; it must be exactly one of {names} "
                     "(a subclass may have other dynamics)"
                 )
         if norm is not None and host.uses_batch_statistics(norm):
-            raise ConversionError(f"{type(self).__name__}: norm keeps no running statistics (track_running_stats=False)")
-        if isinstance(stretch, bool) or not isinstance(stretch, int) or stretch < 1:
-            raise ConversionError(f"{type(self).__name__}: stretch={stretch!r} must be an int of at least 1")
+            raise ConversionError(f"{name}: norm keeps no running statistics (track_running_stats=False)")
+        if problem := host.many_numbers(neuron):
+            raise ConversionError(f"{name}: neuron has several decays: its {problem}")
+        _check_settings(name, settings, stretch)
+        backend = backends.choose(backend, fuse)
         self.conv, self.norm, self.neuron, self.pool = conv, norm, neuron, pool
-        self.emits_groups, self.stretch = settings.emit == "groups", stretch
+        self.settings, self.stretch = settings, stretch
+        check_backend(backend, self, ["neuron"])
         for child in self.children():
-            if hasattr(child, "step_mode"):
-                setattr(child, "step_mode", "m")  # noqa: B010  (a property of the host's, not a submodule)
-        swap.absorb_all(self._plan(settings, backends.choose(backend, fuse), fuse), self, Borders(fuse))
-        self.conv._tac.name = type(self).__name__
+            child.step_mode = "m"  # type: ignore[assignment]  # a property of the host's
+        self._define()
+        if fuse and backend != reference.NAME:
+            capture_calls(self, backend)
 
-    def _plan(self, settings: Settings, backend: str, fuse: bool) -> Plan:
-        """The plan of these few modules, by the passes that ``convert`` runs."""
-        name = type(self).__name__
-        if settings.weights == MIXED:
-            raise PolicyError(f"{name}: weights='mixed' asks what a layer of a net reads; here, say 'decay' or 'uniform'")
-        graph = straight(self, [n for n, _ in self.named_children()])
-        chains = find_chains(self, graph, {}, linears=True)
-        chain = chains["conv"]
-        if isinstance(chain, Refusal):
-            raise ConversionError(f"{name}: its conv drives no neuron, {chain.reason.value}: {chain.detail}")
-        plan = Plan(chains, {"conv": settings}, graph, False, None, backend, fuse, Layout(), Fusion())
-        plan = plan.under(self, {"conv": settings}, Span(1, self.stretch))
-        refused = plan.layout.refused.get("conv")
-        if refused is not None:
-            error = PolicyError if refused.reason is Reason.K_NOT_WHOLE else ConversionError
-            raise error(f"{name}: {refused.detail}; {REASONS[refused.reason][1]}")
-        return plan
+    def _define(self) -> None:
+        """Give the children their classes and hooks."""
+        s, steps = self.settings, max(self.settings.k, self.stretch)
+        is_collapse = s.mode == "collapse" and steps > 1
+        is_binary = is_collapse and s.spikes == "binary"
+        sharing = convs.Sharing(steps, self.neuron, stretch=self.stretch, weights="uniform")
+        if s.k > self.stretch:  # otherwise frames are equal within a group
+            sharing.weights, sharing.normalize = s.weights, s.normalize  # type: ignore[assignment]
+        neurons.swap(self)
+        convs.share(self, {"conv": sharing})
+        self.conv._tac.fits = fits = noted.words(s.mode, s.k, s.weights)
+        noted.note_norms(self, {"norm": noted.Noted("conv", fits, aggregated=steps > 1)})
+        equal = steps if is_collapse else self.stretch
+        if is_binary:
+            self.neuron.merging = neurons.Merging(1, steps, s.normalize)
+        elif equal > 1:
+            at = "pool" if isinstance(self.pool, host.MAX_POOLS) else "neuron"
+            collapse.put_means(self, {at: collapse.Mean(equal, layer=at)}, 1)
+        # Rows of the definition for each frame that is given back.
+        self.rows_of_frame = equal if s.emit == "groups" else self.stretch
 
     def forward(self, x: Tensor) -> Tensor:
         """Frames [T, N, C, H, W] -> spikes; T stays for TACTP and for ``emit="frames"``, else ceil(T / k)."""
-        drive = self.conv._tac
-        x, plain = ordinary(x, type(self).__name__), drive.borders.are_plain
-        check_frames(x, self.conv, drive.name)
-        y: Tensor = x
-        if self.stretch > 1:
-            lengths = (self.stretch,) * x.shape[0]
-            groups = Groups(lengths, lengths)
-            y = reference.repeat(x, lengths) if plain else Shared.of(SharedExpression(x, groups), groups)
+        dims = self.conv.weight.dim() - 2
+        if x.dim() != dims + 3 or x.shape[0] == 0 or x.shape[2] != self.conv.in_channels:
+            raise InputError(
+                f"layer {type(self).__name__!r} takes frames [T, N, C, {_SHAPES[dims]}] with T >= 1 and "
+                f"C={self.conv.in_channels}, got a tensor of shape {list(x.shape)}; stack the time steps in front, T first"
+            )
+        rows = x.shape[0] * self.stretch
+        y = x if self.stretch == 1 else ops.expand(x, self.stretch, rows)
         for child in (self.conv, self.norm, self.neuron, self.pool):
             y = y if child is None else child(y)
-        if self.emits_groups and isinstance(y, Shared):
-            return compact_frames(y)
-        frames: Tensor = ordinary(y, type(self).__name__)
-        if plain and self.emits_groups:
-            return reference.first(frames, drive.out.lengths(frames.shape[0]))
-        return frames[:: self.stretch] if self.stretch > 1 else frames
+        return y if self.rows_of_frame == 1 else ops.last_of_each(y, self.rows_of_frame, rows)
+
+
+def _check_settings(name: str, settings: Settings, stretch: Any) -> None:
+    """Raise ConversionError or PolicyError where an operator of this name cannot have these settings."""
+    if isinstance(stretch, bool) or not isinstance(stretch, int) or stretch < 1:
+        raise ConversionError(f"{name}: stretch={stretch!r} must be an int of at least 1")
+    if settings.weights == "mixed":
+        raise PolicyError(f"{name}: weights='mixed' asks what a layer of a net reads; here, say 'decay' or 'uniform'")
+    if settings.k > stretch and settings.k % stretch:
+        raise PolicyError(
+            f"{name}: k={settings.k} is no multiple of {stretch}, the steps that a frame stands for behind the collapse "
+            f"before it; {REASONS[Reason.K_NOT_WHOLE][1]}"
+        )
 
 
 class TACTP(_Operator):

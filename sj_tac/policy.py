@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,10 +37,22 @@ SOURCE: Dtype = "source"
 K = Annotated[int, Field(strict=True, ge=1, le=MOST, description="source steps that share one convolution")]
 
 
-class Settings(BaseModel):
-    """What happens to one layer."""
-
+class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact_is_of_the_past(cls, values: Any) -> Any:
+        """Older files may have the key; what is alike for all frames runs once wherever a call is captured."""
+        if not isinstance(values, dict) or "exact" not in values:
+            return values
+        if values["exact"] is False:
+            warnings.warn("policy: the key exact has no effect any more; drop it", FutureWarning, stacklevel=2)
+        return {key: value for key, value in values.items() if key != "exact"}
+
+
+class Settings(_Keys):
+    """What happens to one layer."""
 
     mode: Mode = Field("preserve", description="preserve: T stays; collapse: one frame for k; keep: leave alone")
     k: K = 2
@@ -49,8 +62,9 @@ class Settings(BaseModel):
     normalize: bool = Field(True, strict=True, description="weights sum to 1; false is the paper's form")
     spikes: Literal["count", "binary"] = Field("count", description="of a collapse: mean of k steps, or one step")
     emit: Literal["frames", "groups"] = Field("frames", description="of a collapse up to the output: T, or T/k frames")
-    approximate: bool = Field(False, strict=True, description="convert also where a MaxPool stands before the neuron")
-    exact: bool = Field(True, strict=True, description="what is alike for all frames (a repeated image) is computed once")
+    approximate: bool = Field(
+        False, strict=True, description="convert also where a MaxPool or an activation stands before the neuron"
+    )
     dtype: Dtype = Field("source", description="that the convolution computes in; neurons and norms stay in the net's own")
 
     @model_validator(mode="after")
@@ -68,10 +82,8 @@ class Settings(BaseModel):
             raise PolicyError(_explain(error, "settings", cls)) from None
 
 
-class Rule(BaseModel):
+class Rule(_Keys):
     """Settings for the convs whose qualified name matches; what it leaves out comes from the policy's default."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     match: str = Field(
         min_length=1,
@@ -85,7 +97,6 @@ class Rule(BaseModel):
     spikes: Literal["count", "binary"] | None = None
     emit: Literal["frames", "groups"] | None = None
     approximate: Annotated[bool, Field(strict=True)] | None = None
-    exact: Annotated[bool, Field(strict=True)] | None = None
     dtype: Dtype | None = None
 
     @field_validator("match")

@@ -13,22 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sj_tac import host
+from sj_tac import batchnorm, host
+from sj_tac.definition.convs import SharedConv
+from sj_tac.definition.neurons import OperatorNeuron
+from sj_tac.definition.noted import Matchable
 from sj_tac.errors import CheckpointError, ConversionError, refuse_unknown
-from sj_tac.policy import Policy, nearest
-from sj_tac.rewrites import calibration, swap
-from sj_tac.rewrites.pipeline import RECORD, Record, check_plain, convert_with, deep_copy, policy_of, record_of
-from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.swaps import is_swapped, users_class
+from sj_tac.operators import TAC, TACTP
+from sj_tac.policy import SOURCE, Policy, Settings, nearest
+from sj_tac.rewrites import calibration
+from sj_tac.rewrites.decide import Span
+from sj_tac.rewrites.pipeline import RECORD, Record, check_plain, convert_with, deep_copy, policy_of, record_of, undo
 from sj_tac.support import archive, machine
 from sj_tac.support.manifest import FORMAT, Corrected, Manifest, parse
 from sj_tac.support.tensors import aliases, apart, restride, strides, tie
 
-# What a class fixes and no state_dict holds, of the layers of torch, of SpikingJelly, and of TAC and TACTP.
-_LIBRARIES = ("torch.nn.", "spikingjelly.", "sj_tac.")
+# What a class fixes and no state_dict holds, of the layers of torch and of SpikingJelly.
+_LIBRARIES = ("torch.nn.", "spikingjelly.")
 _CONSTANTS = (
     "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "kernel_size", "ceil_mode", "output_size",
-    "eps", "v_threshold", "v_reset", "tau", "decay_input", "emits_groups", "stretch",
+    "eps", "v_threshold", "v_reset", "tau", "decay_input",
 )  # fmt: skip
 
 
@@ -69,7 +72,7 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
     for name, correction in corrected.items():
         for key in correction.before:
             more[f"before:{name}:{key}"], more[f"after:{name}:{key}"] = correction.before[key], correction.after[key]
-    norms = calibration.norms(net)
+    norms = {name: norm._tac for name, norm in batchnorm.norms(net).items()}
     manifest = Manifest(
         format=FORMAT,
         model=type(net).__name__,
@@ -82,12 +85,12 @@ def save(net: nn.Module, path: str | os.PathLike[str]) -> None:
         strides={key: by for key, value in tensors.items() if (by := strides(value))},
         extra={key: _as_text(value, key) for key, value in held.items() if key not in tensors},
         local={key: _as_text(value, f"metadata of {key}") for key, value in getattr(held, "_metadata", {}).items()},
-        frozen=[name for name, role in norms.items() if role.frozen],
-        moved=[name for name, role in norms.items() if role.moved],
+        frozen=[name for name, noted in norms.items() if noted.frozen],
+        moved=[name for name, noted in norms.items() if noted.moved],
         corrected={n: Corrected(by=c.by, moved=c.moved, names=list(c.before)) for n, c in corrected.items()},
         matched="" if record is None else record.matched,
         notes=[] if record is None else list(record.notes),
-        freezes=record is not None and record.frozen and not any(role.frozen for role in norms.values()),
+        freezes=record is not None and record.frozen and not any(noted.frozen for noted in norms.values()),
     )
 
     def text(checksum: str) -> str:
@@ -179,7 +182,7 @@ def _record(net: Any, action: str) -> Record | None:
     inner = (
         isinstance(net, nn.Module) and RECORD not in net.__dict__ and not any(RECORD in m.__dict__ for m in net.modules())
     )
-    if inner and any(isinstance(m.__dict__.get("_tac"), Drive) for m in net.modules()):
+    if inner and any(isinstance(m, (TAC, TACTP)) for m in net.modules()):
         return None
     return record_of(net, action)
 
@@ -190,47 +193,49 @@ def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"save: {key!r} has no shape yet; run the net once")
 
 
-def _drives(net: nn.Module, record: Record | None) -> dict[str, Any]:
-    """What converted layers have become, by name; of those that the policy keeps, nothing."""
-    modules = dict(net.named_modules())
-    if record is None:
-        return {name: m._tac for name, m in modules.items() if isinstance(m.__dict__.get("_tac"), Drive)}
-    plan = record.plan
-    drives = (name for name in plan.layout.drives if name in modules and name not in plan.stand_ins)
-    late = [name for name in drives if parametrize.is_parametrized(modules[name])]
-    if late:
-        raise CheckpointError(
-            f"save: layer {late[0]!r} was parametrized after it was converted, which a fresh model cannot be made to be; "
-            "torch.nn.utils.parametrize.remove_parametrizations first"
-        )
-    wanted = {name: place.site for name, place in plan.layout.drives.items() if plan.settings[name].mode != "keep"}
-    found = {name: modules[site].__dict__.get("_tac") if site in modules else None for name, site in wanted.items()}
-    lost = [name for name, drive in found.items() if not isinstance(drive, Drive)]
-    if lost:
-        raise CheckpointError(
-            f"save: layer {lost[0]!r} was converted, and another module stands there now; a fresh model could not be made "
-            "the same. sj_tac.restore the net, and convert it as it is now"
-        )
-    return found
-
-
 def _layers(net: nn.Module, record: Record | None) -> dict[str, dict[str, Any]]:
     """What converted layers do, and at which rate others run behind a collapse."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, d in _drives(net, record).items():
-        found[name] = {key: getattr(d, key) for key in ("mode", "k", "weights", "normalize", "spikes")} | d.span._asdict()
-        if d.dtype is not None:
-            found[name]["dtype"] = str(d.dtype)
-    for name, span in () if record is None else record.plan.layout.stretched.items():
-        found[name] = {"mode": "stretched"} | span._asdict()
+    if record is None:
+        operators = {name: m for name, m in net.named_modules() if isinstance(m, (TAC, TACTP))}
+        return {
+            f"{name}.conv".lstrip("."): _said(m.settings, Span(1, m.stretch)) | {"emit": m.settings.emit}
+            for name, m in operators.items()
+        }
+    modules, found = dict(net.named_modules()), {}
+    for name, place in record.plan.places.items():
+        if name in modules and parametrize.is_parametrized(modules[name]) and not hasattr(modules[name], "_is_made_of"):
+            raise CheckpointError(
+                f"save: layer {name!r} was parametrized after it was converted, which a fresh model cannot be made to be; "
+                "torch.nn.utils.parametrize.remove_parametrizations first"
+            )
+        if not isinstance(modules.get(name), SharedConv):
+            raise CheckpointError(
+                f"save: layer {name!r} was converted, and another module stands there now; a fresh model could not be made "
+                "the same. sj_tac.restore the net, and convert it as it is now"
+            )
+        found[name] = _said(place.settings, place.span)
+        if place.settings.dtype != SOURCE:
+            found[name]["dtype"] = f"torch.{place.settings.dtype}"
+    for name, span in record.plan.stretched.items():
+        found[name] = _said(None, span)
     return found
+
+
+def _said(settings: Settings | None, span: Span) -> dict[str, Any]:
+    """What a layer does, of a converted one or of one that is kept, in the words of files of format 1."""
+    rate = {"merged": span.rate, "stretch": span.stretch}
+    if settings is None:
+        return {"mode": "stretched"} | rate
+    return settings.model_dump(include={"mode", "k", "weights", "normalize", "spikes"}) | rate
 
 
 def _constants(net: nn.Module) -> dict[str, dict[str, Any]]:
     """What a class fixed of each layer of a library: a stride, a threshold."""
     found = {}
     for name, module in net.named_modules():
-        kind = host.known_class(users_class(module) if is_swapped(module) else type(module))
+        # The first that a conversion did not put there.
+        kind: Any = next(c for c in type(module).__mro__ if not issubclass(c, (Matchable, OperatorNeuron)))
+        kind = host.known_class(kind)
         if not f"{kind.__module__}.".startswith(_LIBRARIES):
             continue
         # What a state_dict has is loaded, not compared.
@@ -283,12 +288,16 @@ def _prepared(path: Any, manifest: Manifest, model: Any, example_input: Any, bac
     """The model, converted by the file's policy; of a net that was written by hand, as it is."""
     if manifest.policy is not None:
         check_plain(model)
+    elif _record(model, "load") is not None:
+        raise ConversionError(f"load: {path} holds a net that was written by hand, and the model is a converted one")
+    for key, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise CheckpointError(f"load: {key!r} of the model is on the meta device; model.to_empty(device='cpu') first")
+    if manifest.policy is not None:
         policy = Policy.from_dict(manifest.policy, f"the policy in {path}")
         return convert_with(
             model, policy, example_input=example_input, backend=backend, fuse=manifest.fused, inplace=inplace
         )
-    if _record(model, "load") is not None:
-        raise ConversionError(f"load: {path} holds a net that was written by hand, and the model is a converted one")
     target: nn.Module = model
     if inplace:
         return target
@@ -304,23 +313,18 @@ def _as_it_was(target: nn.Module, converted: bool) -> Iterator[None]:
         yield
     except BaseException:
         if converted:
-            swap.undo(target, record_of(target, "load").handles)
+            undo(target)
             delattr(target, RECORD)
         raise
 
 
-# What convert plans may hang on it: which layers see one frame over and over, for one.
-_FORGOTTEN = ", and give load the example_input that convert was given, if it was given one"
-
-
 def _compare(path: Any, what: str, saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]) -> None:
-    more = _FORGOTTEN if what.endswith("layer") else ""
     for name in saved.keys() & here.keys():
         for key, value in saved[name].items():
             if key in here[name] and not _alike(here[name][key], value):
                 raise CheckpointError(
                     f"{path} does not fit the model: {what} {name!r} has {key}={value!r}, and this model {key}="
-                    f"{here[name][key]!r}; build the model as the net was built{more}"
+                    f"{here[name][key]!r}; build the model as the net was built"
                 )
 
 
@@ -352,8 +356,6 @@ def _check_tensor(path: Any, key: str, value: Any, wanted: Any, cast: bool) -> N
         if isinstance(value, Tensor) is not isinstance(wanted, Tensor):
             raise CheckpointError(f"{path} does not fit the model: {key!r} is a tensor in one of them alone")
         return
-    if wanted.is_meta:
-        raise CheckpointError(f"load: {key!r} of the model is on the meta device; model.to_empty(device='cpu') first")
     if any(size > 1 and step == 0 for size, step in zip(wanted.shape, wanted.stride(), strict=True)):
         raise CheckpointError(
             f"load: {key!r} of the model is expanded, which torch does not write to; register its .clone()"

@@ -14,8 +14,7 @@ from sj_tac import batchnorm
 from sj_tac.conversion import change, set_k
 from sj_tac.errors import BatchNormMovedWarning, PolicyError
 from sj_tac.policy import Settings, name_matches, nearest
-from sj_tac.rewrites import swap
-from sj_tac.rewrites.pipeline import record_of
+from sj_tac.rewrites.pipeline import check_unedited, record_of
 
 _CURVE = re.compile(r"(cosine|linear) from (\d+) to (\d+)")
 
@@ -58,7 +57,7 @@ class KSchedule:
     ) -> None:
         record = record_of(converted, "KSchedule")
         batchnorm.refuse_matched(converted, record, "KSchedule")
-        names = record.plan.layout.drives
+        names = record.plan.places
         if not any(name_matches(name, layers) for name in names):
             raise PolicyError(f"KSchedule: layers={layers!r} matches no converted layer; {nearest(layers, names)}")
         if batches is not None and iter(batches) is batches:
@@ -71,12 +70,12 @@ class KSchedule:
     def _refuse_learned(self) -> None:
         """Raise PolicyError where a k of the schedule takes away, or makes, aggregation weights that are learned."""
         plan = record_of(self.converted, "KSchedule").plan
-        learned = {n: place for n, place in plan.layout.drives.items() if place.settings.weights == "learned"}
+        learned = {n: place for n, place in plan.places.items() if place.settings.weights == "learned"}
         if not learned:
             return
-        swap.check_unedited(plan, self.converted, "KSchedule")
+        check_unedited(plan, self.converted, "KSchedule")
         for k in sorted(set(self.ks.values())):
-            places = plan.under(self.converted, self._settings(k)).layout.drives
+            places = plan.under(self.converted, self._settings(k)).places
             changed = [n for n, place in learned.items() if n in places and places[n].frames != place.frames]
             if changed:
                 raise PolicyError(
@@ -87,7 +86,7 @@ class KSchedule:
     def _settings(self, k: int) -> dict[str, Settings]:
         """Of all layers, with this k for those that are meant."""
         plan = record_of(self.converted, "KSchedule").plan
-        meant = {name for name in plan.layout.drives if name_matches(name, self.layers)}
+        meant = {name for name in plan.places if name_matches(name, self.layers)}
         return {name: s.model_copy(update={"k": k}) if name in meant else s for name, s in plan.settings.items()}
 
     def k(self, epoch: int) -> int | None:
@@ -111,7 +110,7 @@ class KSchedule:
     def _held(self) -> set[int]:
         """The k of the layers that are meant, where it is one; whoever calls ``set_k`` in between changes it."""
         plan = record_of(self.converted, "KSchedule").plan
-        found = {plan.settings[name].k for name in plan.layout.drives if name_matches(name, self.layers)}
+        found = {plan.settings[name].k for name in plan.places if name_matches(name, self.layers)}
         return found if len(found) == 1 else set()
 
     def _change(self, k: int) -> None:
@@ -133,7 +132,7 @@ class KSchedule:
             # They are the net's own from now on, and training goes on from them.
             record = record_of(self.converted, "KSchedule")
             record.corrected.clear()
-            single = all(place.settings.k == 1 for place in record.plan.layout.drives.values())
+            single = all(place.settings.k == 1 for place in record.plan.places.values())
             for norm in batchnorm.norms(self.converted).values():
                 norm._tac.moved = not single
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -18,156 +18,86 @@ Status = Literal["converted", "kept", "refused", "stretched"]
 
 
 class Reason(StrEnum):
-    """Why a layer was left alone. The codes are stable; docs/reasons.md says more about each."""
+    """Why a layer was left alone: what was observed. The codes are stable; docs/reasons.md says more about each."""
 
     POLICY_KEEP = "POLICY_KEEP"
-    INSIDE_LEAF = "INSIDE_LEAF"
     NEVER_CALLED = "NEVER_CALLED"
-    CALLED_TWICE = "CALLED_TWICE"
-    TIME_LOOP = "TIME_LOOP"
-    FAN_OUT = "FAN_OUT"
-    NOT_MULTI_STEP = "NOT_MULTI_STEP"
-    PARAMETRIZED = "PARAMETRIZED"
-    UNSUPPORTED_CONV = "UNSUPPORTED_CONV"
-    UNSUPPORTED_NORM = "UNSUPPORTED_NORM"
-    BATCH_STATS = "BATCH_STATS"
-    UNSUPPORTED_NEURON = "UNSUPPORTED_NEURON"
-    POOL_BEFORE_NEURON = "POOL_BEFORE_NEURON"
-    ADD_BEFORE_NEURON = "ADD_BEFORE_NEURON"
-    NOT_LINEAR = "NOT_LINEAR"
+    NO_TENSOR = "NO_TENSOR"
     NO_NEURON = "NO_NEURON"
-    COLLAPSE_BRANCHED = "COLLAPSE_BRANCHED"
-    COLLAPSE_POOL = "COLLAPSE_POOL"
+    ONE_STEP = "ONE_STEP"
+    FRAMES_MEET = "FRAMES_MEET"
+    TIME_INSIDE = "TIME_INSIDE"
+    TIME_IN_CHANNELS = "TIME_IN_CHANNELS"
+    NO_ORDER = "NO_ORDER"
+    OTHER_FRAMES = "OTHER_FRAMES"
+    NOT_ALIKE = "NOT_ALIKE"
+    STEPS_UNKNOWN = "STEPS_UNKNOWN"
+    NOT_RUN = "NOT_RUN"
+    NOT_AFFINE = "NOT_AFFINE"
     K_NOT_WHOLE = "K_NOT_WHOLE"
-    FOLD_UNSEEN = "FOLD_UNSEEN"
-    FOLD_AMBIGUOUS = "FOLD_AMBIGUOUS"
-    TIME_UNKNOWN = "TIME_UNKNOWN"
-    NEURON_FOLDED = "NEURON_FOLDED"
+    COLLAPSE_BRANCHED = "COLLAPSE_BRANCHED"
     COLLAPSE_FOLDED = "COLLAPSE_FOLDED"
-    ONCE_ALREADY = "ONCE_ALREADY"
-    PROMISE_UNTRIED = "PROMISE_UNTRIED"
-    COLLAPSE_REGISTERED = "COLLAPSE_REGISTERED"
-    PROMISE_BROKEN = "PROMISE_BROKEN"
 
 
 # What each code means, and what its reader can do about it.
 REASONS: dict[Reason, tuple[str, str]] = {
     Reason.POLICY_KEEP: ("the policy says keep", "change the rule to convert it"),
-    Reason.INSIDE_LEAF: (
-        "it sits inside a module that is one step of the graph",
-        "write conv, norm and neuron as multi-step layers of their own; SeqToANNContainer(conv, norm, pool) will do too",
-    ),
     Reason.NEVER_CALLED: (
-        "the traced forward never calls it as a module",
-        "call the conv itself, not F.conv2d on its weight; a branch not taken stays as it is",
+        "no call of the net calls it as a module",
+        "call the convolution itself, not F.conv2d on its weight; a branch that is not taken stays as it is",
     ),
-    Reason.CALLED_TWICE: (
-        "a module of the chain is called more than once in one forward, so it has no single place in time",
+    Reason.NO_TENSOR: ("it returns no tensor of numbers", "let it return its maps as one tensor"),
+    Reason.NO_NEURON: (
+        "what it computes reaches no neuron",
+        "only convolutions that drive neurons are converted; a neuron whose steps cannot be measured can be registered with "
+        "sj_tac.register_neuron",
+    ),
+    Reason.ONE_STEP: (
+        "each of its calls serves one step: the forward loops over time, or T is 1",
+        "run all steps in one call: frames [T, N, C, H, W] in place of the loop, and functional.set_step_mode(model, 'm'), "
+        "which alone, in the loop, would take samples for steps; what stands in front of a repeated image runs once already",
+    ),
+    Reason.FRAMES_MEET: (
+        "steps or samples are mixed between it and its neurons, so each of its frames serves several",
+        "let attention over time, shifts and means over time stand behind the neuron, or convert what lies in front of them",
+    ),
+    Reason.TIME_INSIDE: (
+        "steps lie along a dimension of its maps",
+        "hand it frames whose time is in front: [T, N, C, H, W] or folded, [T * N, C, H, W]",
+    ),
+    Reason.TIME_IN_CHANNELS: ("steps are its channels", "nothing: it weighs the frames itself"),
+    Reason.NO_ORDER: (
+        "its rows are neither T * N nor N * T",
+        "hand it frames [T, N, ...], x.reshape(T, N, ...) or x.transpose(0, 1), if the model was meant so",
+    ),
+    Reason.OTHER_FRAMES: (
+        "its calls are handed frames of several layouts",
         "give each place a module of its own (weights may be shared)",
     ),
-    Reason.TIME_LOOP: (
-        "the forward loops over time with neurons that take one step a call",
-        "run all steps in one call: frames [T, N, C, H, W] in place of the loop, and functional.set_step_mode(model, 'm'), "
-        "which alone, in the loop, would take samples for steps",
+    Reason.NOT_ALIKE: (
+        "it treats frames differently, draws random numbers, keeps a state, or takes T frames alone",
+        "a convolution of one's own must be one map of every frame, in any number",
     ),
-    Reason.FAN_OUT: (
-        "what it computes before the neuron is also read where every frame is needed",
-        "let only neurons read it, directly or through sums, pools of means and convs",
+    Reason.STEPS_UNKNOWN: (
+        "its rows are folded, and T does not follow from the shapes of a call",
+        "let forward take frames whose T or N is that of the neurons: cut, pad or join them before the net is called",
     ),
-    Reason.NOT_MULTI_STEP: (
-        "a module of the chain is in step_mode 's'",
-        "hand it frames [T, N, ...] and set step_mode 'm' (functional.set_step_mode) before convert; on folded frames use "
-        "torch's own layers",
-    ),
-    Reason.PARAMETRIZED: (
-        "what torch.nn.utils.parametrize makes of its weights can be tried on example_input alone",
-        "pass example_input=, or torch.nn.utils.parametrize.remove_parametrizations first",
-    ),
-    Reason.UNSUPPORTED_CONV: (
-        "it is neither SpikingJelly's layer.Conv1d, Conv2d, Conv3d or Linear nor torch's own on folded frames [T * N, ...]",
-        "use layer.Conv2d, or put torch's own conv and norm into a layer.SeqToANNContainer; a forward of its own must be "
-        "one affine map of every frame, in training too, which is tried on example_input",
-    ),
-    Reason.UNSUPPORTED_NORM: (
-        "its normalisation is not one whose eval mode is the same map for every frame",
-        "use layer.BatchNorm1d, 2d or 3d; where its eval mode is one affine map, sj_tac.register_affine(its class)",
-    ),
-    Reason.BATCH_STATS: (
-        "its norm keeps no running statistics, so its map depends on the batch, aggregated or not",
-        "train with track_running_stats=True",
-    ),
-    Reason.UNSUPPORTED_NEURON: (
-        "the neuron is not exactly LIFNode, IFNode or ParametricLIFNode with one time constant, so its dynamics are its own",
-        "use one of the three, its tau one number; where it leaks by a factor and charges linearly, "
-        "sj_tac.register_neuron(its class, decay)",
-    ),
-    Reason.POOL_BEFORE_NEURON: (
-        "a MaxPool stands between it and the neuron, and the largest of shared drives is not the frames' own largest",
-        "pool after the neuron, as conv -> BN -> neuron -> pool, or allow it with a rule that says approximate: true",
-    ),
-    Reason.ADD_BEFORE_NEURON: (
-        "its sum with other frames does not go to neurons alone",
-        "let neurons read the sum, directly or through further sums, pools of means and convs",
-    ),
-    Reason.NOT_LINEAR: (
-        "what stands between it and the neuron is not affine, or does not treat all frames alike",
-        "keep conv -> norm -> neuron together; activations, attention and products behind the neuron. A module of your own "
-        "that in eval mode is one affine map of every frame: sj_tac.register_affine(its class); a neuron of your own: "
-        "sj_tac.register_neuron",
-    ),
-    Reason.NO_NEURON: (
-        "no neuron follows it",
-        "only convs that drive neurons are converted; a neuron class of your own over [T, N, ...] can be registered with "
-        "sj_tac.register_neuron",
-    ),
-    Reason.COLLAPSE_BRANCHED: (
-        "steps cannot be merged there: its drive does not go to one neuron alone",
-        "use spikes: count or mode: preserve, which are right in every graph",
-    ),
-    Reason.COLLAPSE_POOL: (
-        "the mean over a group must be taken after the MaxPool behind the neuron, and this one cannot take it",
-        "give the neuron a layer.MaxPool2d of its own, right behind it, in no container and without return_indices",
+    Reason.NOT_RUN: ("it cannot be run by itself, or the net not with it shared", "see what the error says"),
+    Reason.NOT_AFFINE: (
+        "what stands between it and the neuron is not affine (a MaxPool, an activation): a group's drive would be another",
+        "pool and activate behind the neuron, or allow it with a rule that says approximate: true",
     ),
     Reason.K_NOT_WHOLE: (
         "k source steps are no whole number of the frames that a collapse before it makes",
         "choose k as a multiple of the collapse before it",
     ),
-    Reason.FOLD_UNSEEN: (
-        "it is torch's own convolution, and whether its batch is folded frames [T * N, ...] can only be seen on a sample",
-        "pass example_input=, a real batch with N >= 2 samples and N other than T",
-    ),
-    Reason.FOLD_AMBIGUOUS: (
-        "the sample has one sample, or as many as steps, so that folded frames [T * N, ...] cannot be told from others",
-        "pass an example_input with N >= 2 samples and N other than T",
-    ),
-    Reason.TIME_UNKNOWN: (
-        "it folds time, and neither T nor N of the neurons is the size of a dimension of forward's arguments",
-        "let forward take frames whose T or N is that of the neurons: cut, pad or join them before the net is called",
-    ),
-    Reason.NEURON_FOLDED: (
-        "the neuron is handed folded frames [T * N, ...], or samples in front of time, so it steps through samples",
-        "hand it frames [T, N, ...], x.reshape(T, N, ...) or x.transpose(0, 1), if the model was meant so; published ones "
-        "are not all",
+    Reason.COLLAPSE_BRANCHED: (
+        "steps cannot be merged there: its drive does not go to one neuron of SpikingJelly's alone",
+        "use spikes: count or mode: preserve, which are right in every net",
     ),
     Reason.COLLAPSE_FOLDED: (
-        "time is folded into the batch there, which a collapse would change the size of, or stands behind it",
+        "its neuron steps through folded or batch-first frames, in which a collapse is not made",
         "use mode: preserve for this layer",
-    ),
-    Reason.COLLAPSE_REGISTERED: (
-        "its neuron is a registered one, whose own forward runs ordinary steps and cannot take several as one",
-        "use mode: preserve for this layer",
-    ),
-    Reason.ONCE_ALREADY: (
-        "it runs before the image is repeated T times, so it runs once for all steps already",
-        "nothing: there is nothing to save",
-    ),
-    Reason.PROMISE_UNTRIED: (
-        "a registered class stands behind it, and whether it keeps its promise can only be tried on a sample",
-        "pass example_input=, a real batch",
-    ),
-    Reason.PROMISE_BROKEN: (
-        "a registered class does not keep on the sample what it promises",
-        "see sj_tac.register_neuron and sj_tac.register_affine for what a class must keep",
     ),
 }
 
@@ -179,11 +109,10 @@ HELP = "sj_tac.match(net, batches) says how far it is from its source, and corre
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason with the words of the case: which module, which shape, how often. ``more``: what else is in the way."""
+    """A reason with the words of the case: which module, which shape, how often."""
 
     reason: Reason
     detail: str = ""
-    more: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,17 +128,9 @@ class Verdict:
         reason: the code that says why a layer was left alone.
         detail: the same in words, in this case.
         hint: what to do about it.
-        obstacles: what else is in the way of a refused layer, the nearest first.
         macs_before: multiply-accumulates of the source's convolution per sample; None until the net has seen a shape.
         macs_after: the same of the converted one.
-        reads: what is planned to come to a converted conv: "frames", "sums" that the neurons before it have made, "shared"
-            frames, or "plain", ordinary frames at every border.
-        last_read: what came in the last call, "frames of a value" where frames had to be made for it.
-        last_gave: what its neuron gave then: "sums", "means", "frames" or "plain".
-        exact: its frames are one frame T times over, so that it runs once for all of them, with the source's own result.
         dtype: what the convolution of a converted layer computes in, "source" for the net's own.
-        frames_made: who had frames of its values made since it was converted, and how often. Each costs time; none changes
-            a result.
     """
 
     layer: str
@@ -222,22 +143,7 @@ class Verdict:
     hint: str = ""
     macs_before: int | None = None
     macs_after: int | None = None
-    reads: str = ""
-    last_read: str = ""
-    last_gave: str = ""
-    exact: bool = False
     dtype: str = "source"
-    obstacles: tuple[str, ...] = ()
-    frames_made: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def unplanned(self) -> str:
-        """What went another way than planned in the last call; empty where nothing did."""
-        if self.reads == "sums" and self.last_read not in ("", "sums", "plain"):
-            readers = ", ".join(f"{reader} ({n}x)" for reader, n in self.frames_made.items())
-            why = f"; frames were made for {readers}" if readers else ""
-            return f"slower than planned: the last call gave it {self.last_read}{why}"
-        return ""
 
     @classmethod
     def refuse(cls, layer: str, refusal: Refusal, **more: Any) -> Verdict:
@@ -250,7 +156,6 @@ class Verdict:
             reason=refusal.reason.value,
             detail=refusal.detail or text,
             hint=hint,
-            obstacles=refusal.more,
             **more,
         )
 
@@ -266,6 +171,8 @@ class Report(Shown):
         notes: what was seen of the net as a whole, on the sample.
         policy: what is converted, layer by layer, an ``sj_tac.Policy``: ``report.policy.save("policy.yaml")``.
         layers: firing rates and times of every layer, where ``report`` was given batches.
+        graphs: what was captured of the net's calls; ``graphs[i].code`` is the Python that runs, ``.problem`` why it is
+            not fused.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -274,6 +181,7 @@ class Report(Shown):
     notes: tuple[str, ...] = ()
     policy: Any = None
     layers: tuple[Any, ...] = ()
+    graphs: tuple[Any, ...] = ()
 
     def _with(self, status: Status) -> tuple[Verdict, ...]:
         return tuple(v for v in self.verdicts if v.status == status)
@@ -315,7 +223,7 @@ class Report(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: {"title": ..., "verdicts": [{"layer": ..., "status": ..., ...}]}."""
-        verdicts = [asdict(v) | {"obstacles": list(v.obstacles)} for v in self.verdicts]
+        verdicts = [asdict(v) for v in self.verdicts]
         plain: dict[str, Any] = {"title": self.title, "verdicts": verdicts}
         if self.notes:
             plain["notes"] = list(self.notes)
@@ -344,8 +252,7 @@ class Report(Shown):
         ):
             table.add_column(column, style=style, justify="right" if column == "k" else "left")
         for v in self.verdicts:
-            also = "".join(f"; also: {obstacle}" for obstacle in v.obstacles[:2])
-            why = f"{v.reason}: {v.detail}{also}" if v.reason else "; ".join(w for w in (v.detail, v.unplanned) if w)
+            why = f"{v.reason}: {v.detail}" if v.reason else v.detail
             table.add_row(v.layer, v.status, v.mode or "", str(v.k or ""), _macs(v), v.kernel or "", why)
         return table
 

@@ -13,6 +13,7 @@ from spikingjelly.activation_based import functional, neuron
 from torch import Tensor, nn
 
 import sj_tac
+from sj_tac.definition import ops
 
 
 class OnThreshold(AssertionError):
@@ -91,15 +92,18 @@ def check(
     train: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Compare the converted net, fused and not, recorded and not, with its definition. Returns the fused one.
+    """Compare the converted net, recorded and not, with its definition; fused, too, in the tests that capture (conftest).
+    Returns the fused one, if there is one.
 
     Args:
         neurons: of each conv, where it is not the next one in the order of the modules.
         train: norms and dropouts too. options: of ``convert``.
     """
     options = {"backend": backend(source, policy)} | options
-    nets = {fuse: sj_tac.convert(source, policy, fuse=fuse, **options).train(train) for fuse in (True, False)}
-    wanted = defined(source, nets[True], neurons).train(train)
+    both = not getattr(ops.CAPTURE, "defined", False)
+    options |= {} if both else {"backend": "auto"}
+    nets = {fuse: sj_tac.convert(source, policy, fuse=fuse, **options).train(train) for fuse in (False, *[True] * both)}
+    wanted = defined(source, nets[False], neurons).train(train)
     with margins(wanted) as distances:
         expected = given(wanted, x)
     if min(distances) < 1e-9:
@@ -108,4 +112,4 @@ def check(
     for fuse, net in nets.items():
         same(given(net, x), expected, f"fuse={fuse}")
         same(given(net, x, grad=False), values, f"fuse={fuse}, no_grad")
-    return nets[True]
+    return nets[both]

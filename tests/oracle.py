@@ -9,7 +9,7 @@ A planner that is written anew must convert the same layers and compute the same
 explanation. Tests compare with definitions, which cannot show that a layer is no longer converted, and which cover few nets
 of the zoo. This keeps, of the nets of benchmarks/nets.py, benchmarks/zoo_nets.py and tests/idioms, with small inputs:
 
-- verdicts: status, reason, mode and k of every layer, and whether it runs once for all frames, by policy (``PLANS``);
+- verdicts: status, reason, mode and k of every layer, by policy (``PLANS``);
 - numbers, in float64 with ``fuse=False``, of one call and its backward pass from rest, in eval mode and in training mode
   (``SETTINGS``; large nets have some of them alone): the norm of each output, gradient, buffer and last voltage, and a few
   entries, so that a permutation shows;
@@ -107,7 +107,7 @@ def policy(setting: str, layers: tuple[str, ...]) -> Any:
 
 def verdicts(report: Any) -> dict[str, str]:
     """The verdict of each layer in a few words."""
-    said = {v.layer: [v.status, v.mode, v.k and f"k={v.k}", v.reason, v.exact and "once"] for v in report.verdicts}
+    said = {v.layer: [v.status, v.mode, v.k and f"k={v.k}", v.reason] for v in report.verdicts}
     return {layer: " ".join(str(word) for word in words if word) for layer, words in said.items()}
 
 

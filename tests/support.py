@@ -16,9 +16,7 @@ from spikingjelly.activation_based.model import parametric_lif_net, sew_resnet, 
 from torch import nn
 
 from sj_tac import host
-from sj_tac.runtime import deferred
-from sj_tac.runtime.drives import Drive
-from sj_tac.support import memory
+from sj_tac.definition.convs import SharedConv
 from sj_tac.tuning import measure
 
 # Every surrogate of SpikingJelly's public list, whatever later versions add. PoissonPass is no threshold function: it takes
@@ -96,15 +94,29 @@ def csnn(channels: int = 4, classes: int = 3, make: Any = None, size: int = 8) -
     return awake(net.eval(), frames(6, 2, 2, size, size))
 
 
+class _Transposed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+class _SamplesFirst(nn.Module):
+    """A neuron of one's own, which is handed [N, T, ...]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v, spikes = torch.zeros_like(x[:, 0]), []
+        for drive in x.unbind(1):
+            v = 0.5 * v + drive
+            spikes.append((v >= 0.3).to(x))
+            v = v * (1 - spikes[-1])
+        return torch.stack(spikes, 1)
+
+
 def no_collapse() -> nn.Sequential:
-    """A net whose one convolution may be preserved and not collapsed: its pool wants indices (which nobody reads)."""
-    net = nn.Sequential(
-        layer.Conv2d(2, 3, 3, padding=1, step_mode="m"), node("lif"), layer.MaxPool2d(2, step_mode="m"),
+    """A net whose one convolution may be preserved and not collapsed: its neuron is handed [N, T, ...]."""
+    return nn.Sequential(
+        conv(), _Transposed(), _SamplesFirst(), _Transposed(), layer.MaxPool2d(2, step_mode="m"),
         layer.Flatten(step_mode="m"), layer.Linear(48, 4, step_mode="m"), node("lif"),
     ).eval()  # fmt: skip
-    net[2].return_indices = True
-    net[2].forward = lambda x: nn.functional.max_pool2d(x.flatten(0, 1), 2).unflatten(0, x.shape[:2])
-    return net
 
 
 @torch.no_grad()
@@ -225,23 +237,13 @@ def same_state(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def large_convolutions():
-    """Every convolution is large, in a process that does not keep its memory: those without gradients are run in parts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "mode", lambda: memory.DEFAULT)
-        for name, value in {"LARGE": 1, "PART": 2000, "FEWEST": 4, "FEWEST_OF_FEW": 2, "SHARE": 0.1}.items():
-            patch.setattr(deferred, name, value)
-        yield
-
-
 def time_by_k(monkeypatch, each: float = 0.0) -> None:
     """Nets take the longer the smaller their largest k, whatever else this machine does; ``each``: seconds of a run."""
 
     def seconds(nets: Any, frames: Any, rounds: int, *_: Any) -> dict[str, list[float]]:
         time.sleep(each * rounds * len(nets))
-        roles = {name: [m.__dict__.get("_tac") for m in net.modules()] for name, net in nets.items()}
-        largest = {name: max((r.k for r in found if isinstance(r, Drive)), default=1) for name, found in roles.items()}
+        shared = {name: [m.sharing for m in net.modules() if isinstance(m, SharedConv)] for name, net in nets.items()}
+        largest = {name: max((s.k for s in found), default=1) for name, found in shared.items()}
         return {name: [0.1 / k] * rounds for name, k in largest.items()}
 
     monkeypatch.setattr(measure, "_seconds", seconds)

@@ -12,7 +12,6 @@ from support import awake, conv, csnn, frames, node, norm, only_v2, recorded
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import PlanNotKeptWarning
 
 M = {"step_mode": "m"}
 X = frames(7, 2, 2, 8, 8, dtype=torch.float64)
@@ -181,11 +180,11 @@ def test_readers_that_want_different_groups_get_frames():
     net, neurons = build("sew")
     policy = {"default": {"k": 2}, "rules": [{"match": "down.0", "weights": "uniform"}, {"match": "last.0", "k": 4}]}
     check(net, policy, X, neurons)
-    # A time constant that is changed later is noticed, too.
+    # A time constant that is changed later counts, too.
     fused, unfused = (sj_tac.convert(net, "preserve", 2, fuse=fuse) for fuse in (True, False))
     for fast in (fused, unfused):
         fast.node.tau = 4.0
-    with torch.no_grad(), pytest.warns(PlanNotKeptWarning, match="they are sums of other groups or weights"):
+    with torch.no_grad():
         torch.testing.assert_close(fused(X), unfused(X), rtol=1e-9, atol=1e-9)
 
 
@@ -193,23 +192,25 @@ def test_a_drive_that_neurons_of_different_decay_read_is_weighted_for_the_first(
     net, _ = build("stem")
     assert sj_tac.plan(net)["stem.0"].detail == ""
     net.last.tau = 3.0
-    assert sj_tac.plan(net)["stem.0"].detail == "its drive reaches 2 neurons of different decay; weighted for 'spike'"
+    found = sj_tac.plan(net)["stem.0"]
+    assert found.status == "converted"
+    assert found.detail == "its neurons decay by [0.5, 0.6667]; the frames are weighed for 'spike'"
     check(net, "preserve", X, NETS["stem"][1])
 
 
 @only_v2
+@pytest.mark.captured
 def test_kept_voltages_and_other_surrogates_are_named_and_right():
     net = csnn(make=lambda: node("lif", surrogate_function=surrogate.Rect())).double()
-    net[2].store_v_seq = True
+    net[2].store_v_seq, net[2].surrogate_function = True, surrogate.ATan()
     fast = check(net, "preserve", X, k=2)
+    fast = sj_tac.convert(net, "preserve", 2, example_input=X)
+    fast(X)
     assert fast[2].v_seq.shape[0] == 7
     report = sj_tac.report(fast)
-    assert "store_v_seq" in report["0"].detail
-    assert report["4"].detail.startswith("in training it runs on reference: the compiled kernels have no derivative")
-    fast(X)
-    verdict = sj_tac.report(fast)["4"]
-    assert verdict.kernel == "reference, fused"
-    assert "surrogate Rect" in verdict.detail
+    assert [report[n].kernel for n in ("0", "4")] == ["reference"] * 2
+    assert report["0"].detail == "not fused: store_v_seq wants every step's voltage"
+    assert report["4"].detail.startswith("not fused: the compiled kernels have no derivative of surrogate Rect")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

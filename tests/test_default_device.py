@@ -1,11 +1,14 @@
 """A process whose default device is not where the net is: torch.set_default_device, or a net on the CPU beside a GPU's."""
 
+import contextlib
+
 import pytest
 import torch
 from spikingjelly.activation_based import functional
 from support import csnn, frames
 
 import sj_tac
+from sj_tac.errors import SearchError
 
 
 # Whatever we made on the default device would be on "meta", where there are no numbers.
@@ -30,6 +33,7 @@ def test_a_net_is_matched_searched_and_given_learned_weights_where_it_is():
         fast = sj_tac.convert(net, "preserve", 2, match=[x])
         sj_tac.match(fast, undo=True)
         sj_tac.recalibrate(fast, [x])
-        sj_tac.search(net, [x], max_drop=0.5, ks=(1, 2), progress=False)
+        with contextlib.suppress(SearchError):  # nothing is faster, which is not the question
+            sj_tac.search(net, [x], max_drop=0.5, ks=(1, 2), progress=False)
         learned = sj_tac.convert(net, {"default": {"mode": "preserve", "k": 2, "weights": "learned"}}, example_input=x)
     assert {tensor.device.type for tensor in [*fast.state_dict().values(), *learned.state_dict().values()]} == {"cpu"}

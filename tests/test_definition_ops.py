@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from sj_tac import host
 from sj_tac.definition import ops
+from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, NEURON
 
 KINDS = {"lif": neuron.LIFNode, "if": neuron.IFNode, "plif": neuron.ParametricLIFNode}
 ALPHA, NUMBER = 2.0, host.FUSED_SURROGATES.index(surrogate.ATan)
@@ -136,15 +137,15 @@ def lying(how):
 
 
 CALLS = {
-    "aggregate": lambda x: (ops.aggregate, (x, [0.25, 0.75], None, 6, "normalized")),
+    "aggregate": lambda x: (AGGREGATE, (x, [0.25, 0.75], None, 6, "normalized")),
     "aggregate, trained": lambda x: (
-        ops.aggregate,
+        AGGREGATE,
         (x, [], torch.tensor([0.2, 0.3, 0.1]).to(x).requires_grad_(), 6, "logits"),
     ),
-    "expand": lambda x: (ops.expand, (x, 2, 12)),
-    "neuron": lambda x: (ops.neuron, (x, x[0].detach().clone(), None, *numbers(made("lif", None, False), "lif"))),
+    "expand": lambda x: (EXPAND, (x, 2, 12)),
+    "neuron": lambda x: (NEURON, (x, x[0].detach().clone(), None, *numbers(made("lif", None, False), "lif"))),
     "plif": lambda x: (
-        ops.neuron,
+        NEURON,
         (x, None, torch.tensor(0.3).to(x).requires_grad_(), *numbers(made("plif", 0.0, True), "plif")),
     ),
 }

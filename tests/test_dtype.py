@@ -231,20 +231,20 @@ def test_what_this_processor_has(monkeypatch):
     assert dtypes.computes_in("float16", torch.device("meta"))
 
 
-def test_a_container_cannot():
-    """Its norm and pool would run in bfloat16, too."""
-    inner = layer.SeqToANNContainer(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.MaxPool2d(2))
-    net = nn.Sequential(inner, node("lif")).eval()
-    net[0].step_mode = "m"
-    (verdict,) = sj_tac.report(sj_tac.convert(net, {"default": {"approximate": True}}, dtype=HALF)).converted
-    assert verdict.dtype == "source"
-    assert "container '0'" in verdict.detail
-    with pytest.raises(
-        PolicyError, match=r"rule for '0.0': dtype: bfloat16 is impossible there: it sits in the container '0'"
-    ):
-        sj_tac.convert(net, {"rules": [{"match": "0.0", "dtype": "bfloat16", "approximate": True}]})
-    (verdict,) = sj_tac.report(sj_tac.convert(csnn().double()[:3], "preserve", dtype=HALF)).converted
-    assert "its weights are torch.float64" in verdict.detail
+def test_in_a_container_the_convolution_alone_is_rounded():
+    """Its norm stays in float32, as that of a net without the container."""
+    inner = layer.SeqToANNContainer(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)).eval()
+    own = nn.Sequential(conv(2, 4, padding=1), norm(4), node("lif")).eval()
+    own = exact(own)
+    for made, of in zip(inner, own, strict=False):
+        made.load_state_dict(of.state_dict())
+    boxed = nn.Sequential(inner, own[2]).eval()
+    first, second = (sj_tac.convert(net, "preserve", 2, dtype=HALF) for net in (own, boxed))
+    assert [v.dtype for v in sj_tac.report(second).converted] == ["bfloat16"]
+    with torch.no_grad():
+        expected = first(X)
+        functional.reset_net(first)
+        assert torch.equal(second(X), expected)
 
 
 @pytest.mark.parametrize(

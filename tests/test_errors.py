@@ -1,6 +1,7 @@
 """Bad input: what the error says, and that the model is as it was."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import sj_tac
-from sj_tac.errors import BackendError, ConversionError, InputError, ModelTypeError, PolicyError, TraceError
+from sj_tac.errors import BackendError, ConversionError, ModelTypeError, PolicyError
 
 
 @pytest.fixture
@@ -40,9 +41,8 @@ def test_not_a_module(call, thing):
 def test_single_step_mode(net):
     functional.set_step_mode(net, "s")
     with pytest.raises(ConversionError, match=r"step_mode 's'.*set_step_mode\(model, 'm'\).*\[T, N, C, H, W\]"):
-        sj_tac.convert(net)
-    report = sj_tac.plan(net)
-    assert {v.reason for v in report.verdicts} == {"NOT_MULTI_STEP"}
+        sj_tac.convert(net, example_input=frames(4, 2, 2, 8, 8)[0])
+    assert not sj_tac.plan(net, example_input=frames(4, 2, 2, 8, 8)[0]).converted
     functional.set_step_mode(net, "m")
 
 
@@ -56,14 +56,13 @@ def test_k_that_is_no_positive_int(net, k):
 def test_no_chain_found():
     linear = nn.Sequential(layer.Linear(4, 4, step_mode="m"), node("lif"))
     with pytest.raises(ConversionError, match="Sequential has no convolution"):
-        sj_tac.convert(linear)
-    assert sj_tac.plan(linear).verdicts == ()
+        sj_tac.convert(linear, example_input=torch.rand(3, 2, 4))
+    assert sj_tac.plan(linear, example_input=torch.rand(3, 2, 4)).verdicts == ()
     headless = nn.Sequential(conv(), norm(), nn.ReLU())
     with pytest.raises(
-        ConversionError, match=r"no chain of Sequential can be converted:\n  0: NO_NEURON: nothing behind it"
+        ConversionError, match=r"no convolution of Sequential can be converted:\n  0: NO_NEURON: it drives no neuron"
     ):
         sj_tac.convert(headless)
-    assert sj_tac.plan(headless)["0"].obstacles == ("'2' (ReLU) stands between it and the neuron",)
     with pytest.raises(ConversionError, match="POLICY_KEEP"):
         sj_tac.convert(csnn(), "keep")
 
@@ -154,12 +153,16 @@ def test_asking_a_plain_model(net, call):
 
 @pytest.mark.parametrize(
     ("policy", "shape"),
-    [("preserve", (2, 2, 8, 8)), ("collapse", (0, 2, 2, 8, 8)), ("preserve", (4, 2, 3, 8, 8)), ("collapse", (2,))],
+    [("preserve", (2, 2, 8, 8)), ("preserve", (4, 2, 3, 8, 8)), ("collapse", (2,))],
 )
-def test_input_that_is_not_frames(net, policy, shape):
+def test_input_that_is_not_frames_is_the_sources_own_error(net, policy, shape):
     fast = sj_tac.convert(net, policy, 2)
-    with pytest.raises(InputError, match=r"layer '0' takes frames \[T, N, C, H, W\] .*C=2, got a tensor of shape"):
+    with pytest.raises((ValueError, RuntimeError)) as own:
+        net(torch.zeros(shape))
+    functional.reset_net(net)
+    with pytest.raises(own.type, match=re.escape(str(own.value)[:60])):
         fast(torch.zeros(shape))
+    functional.reset_net(fast)
     with torch.no_grad():
         assert fast(frames(4, 2, 2, 8, 8)).shape == (4, 2, 3)
 
@@ -189,12 +192,12 @@ def test_backends(net):
         BackendError, match=r"backend='cuda' is unknown; choose one of \['auto', 'reference', 'numba', 'cupy', 'nvrtc'\]"
     ):
         sj_tac.convert(net, backend="cuda")
-    assert sj_tac.report(sj_tac.convert(net, backend="reference"))["0"].kernel == "reference, fused"
+    assert sj_tac.report(sj_tac.convert(net, backend="reference"))["0"].kernel == "reference"
     rect = csnn(make=lambda: node("lif", surrogate_function=surrogate.Rect()))
-    with pytest.raises(BackendError, match=r"backend='numba': .*no derivative of surrogate Rect, only of Sigmoid, .*auto"):
+    with pytest.raises(BackendError, match=r"backend='numba' .*no derivative of surrogate Rect, only of .*Sigmoid.*auto"):
         sj_tac.convert(rect, backend="numba")
     verdict = sj_tac.report(sj_tac.convert(rect))["0"]
-    assert verdict.kernel == "reference, fused"
+    assert verdict.kernel == "reference"
     assert "surrogate Rect" in verdict.detail
 
 
@@ -213,22 +216,15 @@ class Asks(nn.Module):
 
 def test_a_model_that_asks_for_shapes():
     model = nn.Sequential(__import__("collections").OrderedDict(body=Asks()))
-    with pytest.raises(ConversionError, match=r"inside 'body' \(Asks\), where tracing stopped .*pass example_input="):
-        sj_tac.convert(model)
-    with pytest.raises(TraceError, match=r"cannot follow the forward of Asks .*pass example_input="):
-        sj_tac.convert(model.body)
     image = torch.rand(2, 2, 6, 6)
     fast = sj_tac.convert(model, "preserve", 2, example_input=image)
     assert fast(image).shape == (4, 2, 3, 6, 6)
-    assert not any(name.startswith("_tensor_constant") for name in vars(fast))
-    with pytest.raises(TraceError, match=r"tracing failed with example_input of shape \[\[2, 2\]\]"):
-        sj_tac.convert(model.body, example_input=torch.rand(2, 2))
-    with pytest.raises(TraceError, match=r"example_input of shape \[\[2, 2\]\]: \w+: expected x with shape"):
+    with pytest.raises(ConversionError, match=r"example_input of shape \[\[2, 2\]\] \(\w+: expected x with shape"):
         sj_tac.convert(model, example_input=torch.rand(2, 2))
 
 
 def test_an_example_that_does_not_run(net):
-    with pytest.raises(ConversionError, match=r"does not run on example_input of shape \[4, 1, 3, 8, 8\]"):
+    with pytest.raises(ConversionError, match=r"does not run on example_input of shape \[\[4, 1, 3, 8, 8\]\]"):
         sj_tac.convert(net, example_input=torch.rand(4, 1, 3, 8, 8))
 
 

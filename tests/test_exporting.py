@@ -288,8 +288,9 @@ def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypat
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_traces_with_torch_jit_is_told_what_to_use():
-    net, x = converted(), frames(4, N, 2, 8, 8)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_what_traces_with_torch_jit_is_told_what_to_use(fuse):
+    net, x = converted(fuse=fuse), frames(4, N, 2, 8, 8)
     with pytest.raises(ExportError, match=r"use sj_tac.export_onnx, or torch.export.export"):
         torch.jit.trace(net, (x,))
     with pytest.raises(ExportError, match=r"use sj_tac.export_onnx, or torch.export.export"):

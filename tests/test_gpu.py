@@ -14,12 +14,12 @@ from stub_cuda import DEVICE, REAL, exact, needs_device, on_the_stub
 from support import csnn, frames
 
 import sj_tac
+from sj_tac.definition.neurons import OperatorNeuron
+from sj_tac.kernels import fire_op
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS
-from sj_tac.runtime.neurons import UnitModule
-from sj_tac.runtime.runs import Run
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.captured]
 device = pytest.fixture(autouse=True)(on_the_stub)
 # TF32 would round the convolutions of the device, not those of the CPU; the fastest algorithm may change by call.
 exact_convolutions = pytest.fixture(autouse=True)(exact)
@@ -30,16 +30,18 @@ def on_device(policy, k, **options):
     return net, sj_tac.convert(net, policy, k, **options), frames(10, 4, 2, 8, 8).to(DEVICE)
 
 
+def neurons(net):
+    return [m for m in net.modules() if isinstance(m, OperatorNeuron)]
+
+
 def test_the_cuda_kernels_are_what_runs():
     assert launchers.problem("cupy") == ""
     _, fast, x = on_device("preserve", 2, backend="cupy")
     before = RUNS["fire", "cupy"]
     with torch.no_grad():
         fast(x)
-    converted = sj_tac.report(fast).converted
-    heads = [m for m in fast.modules() if isinstance(m, UnitModule) and m._tac.head]
-    assert RUNS["fire", "cupy"] == before + len(converted) + len(heads)
-    assert {v.kernel for v in converted} == {"cupy, fused with its convolution"}  # all of four channels at most
+    assert RUNS["fire", "cupy"] == before + len(neurons(fast))
+    assert {v.kernel for v in sj_tac.report(fast).converted} == {"cupy, fused"}
 
 
 def there(test):
@@ -93,20 +95,17 @@ def test_fused_is_unfused_and_so_are_gradients(policy):
 def test_autocast_runs_the_kernels_in_half(dtype, monkeypatch):
     net, fast, x = on_device("preserve", 2)
     seen = []
-    original = Run.__call__
-
-    def fire(self, *arguments):
-        seen.append(self.inputs.y.dtype)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(Run, "__call__", fire)
+    original = fire_op.Differentiated.apply
+    monkeypatch.setattr(
+        fire_op.Differentiated, "apply", lambda *operands: (seen.append(operands[0].dtype), original(*operands))[1]
+    )
     with torch.autocast(DEVICE, dtype):
         y = fast(x)
     y.float().sum().backward()
     monkeypatch.undo()
     assert set(seen) == {dtype}
     assert all(p.grad.dtype == p.dtype for p in fast.parameters() if p.grad is not None)
-    assert all(m.v.dtype == torch.float32 for m in fast.modules() if isinstance(m, UnitModule))
+    assert all(m.v.dtype == torch.float32 for m in neurons(fast))
     with torch.no_grad():
         functional.reset_net(net)
         assert (net(x) - y.float()).abs().mean() < 0.3

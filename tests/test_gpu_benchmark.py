@@ -1,16 +1,13 @@
 """benchmarks.gpu keeps what it measured, whatever fails later. No device is needed: what times is a stand-in."""
 
 import json
-import os
 import types
 
 import pytest
-import stub_cuda
 import torch
 from rich.console import Console
 
-from benchmarks import first_layer, gpu, gpu_kernels, nets
-from sj_tac.kernels.gpu import conv_fire
+from benchmarks import gpu, nets
 
 
 def read(folder):
@@ -66,27 +63,3 @@ def test_rows_that_fail_cost_no_others(options, monkeypatch):
             assert all(row["failed"] == "RuntimeError: no kernel" for row in rows)
     assert (options.out / "inference-DVSGestureNet-bf16-weights-batch-1.json").exists()
     assert (options.out / "report.txt").exists()
-
-
-@pytest.fixture
-def stub(monkeypatch, tmp_path):
-    """A stand-in for a device, a small layer, and a clock that says the second of two ways is faster."""
-    yield from stub_cuda.on_the_stub(monkeypatch, tmp_path)
-
-
-@pytest.mark.skipif(stub_cuda.REAL, reason="the stand-in's")
-def test_a_first_layer_is_run_both_ways_and_the_faster_one_is_named(stub, monkeypatch, tmp_path):
-    seconds = iter([0.004, 0.001, 0.003, 0.002])
-    monkeypatch.setattr(gpu_kernels, "seconds_of", lambda run: (run(), next(seconds))[1])
-    monkeypatch.setitem(first_layer.ON_GPU, "small", first_layer.Case(2, 8, 3, 1, 16, (2, 2, 0)))
-    found = gpu.Results(tmp_path, 1).add(
-        "first layer", "one", lambda: gpu_kernels.one_kernel("small", torch.float32, 2, "cpu")
-    )
-    assert (found["cuDNN, fire, ms"], found["one kernel, ms"], found["ratio"]) == (4.0, 1.0, 4.0)
-    assert found["faster"] == found["faster, channels_last"] == "one kernel"
-    assert found["outputs that differ"] < 1e-3
-    assert (found["cuDNN, fire, channels_last, ms"], found["one kernel, channels_last, ms"]) == (3.0, 2.0)
-    assert found["ratio, channels_last"] == 1.5
-    assert found["outputs that differ, channels_last"] < 1e-3
-    assert first_layer.runs() > 0
-    assert conv_fire.VARIABLE not in os.environ

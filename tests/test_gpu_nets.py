@@ -13,7 +13,7 @@ from support import ZOO, csnn, frames, zoo
 import sj_tac
 from sj_tac.kernels.layout import RUNS
 
-pytestmark = [pytest.mark.gpu, needs_device("whole nets on one")]
+pytestmark = [pytest.mark.gpu, pytest.mark.captured, needs_device("whole nets on one")]
 exact_convolutions = pytest.fixture(autouse=True)(exact)
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 NETS = [name for name in ZOO if name != "ms_resnet18"]

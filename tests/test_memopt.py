@@ -10,12 +10,8 @@ from torch import nn
 
 import sj_tac
 
-GRAPH = "waits for 'One graph: equations and a gate in place of lazy values'"
-waits = pytest.mark.xfail(strict=True, reason=GRAPH)
 pytestmark = only_v2
 X = frames(6, 4, 2, 8, 8, dtype=torch.float64)
-# Reading a saved tensor's storage makes a lazy value compute its frames, and the package warns of that.
-LOOKED_AT = pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning")
 
 
 def flat():
@@ -52,8 +48,6 @@ def optimized(net, targets):
     return memopt.optimize_memory(net, targets, example, level=1, compress=False)
 
 
-@LOOKED_AT
-@waits
 def test_memopt_of_a_flat_net_keeps_less():
     """Less than without, and at k=1 no more than of its source."""
     source = flat()
@@ -63,8 +57,6 @@ def test_memopt_of_a_flat_net_keeps_less():
     assert found <= min(plain, wanted)
 
 
-@LOOKED_AT
-@waits
 @pytest.mark.parametrize("k", [1, 2])
 def test_memopt_of_every_layer_gives_the_same_gradients(k):
     targets = neuron.BaseNode, layer.Conv2d, layer.BatchNorm2d
@@ -73,7 +65,6 @@ def test_memopt_of_every_layer_gives_the_same_gradients(k):
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-@LOOKED_AT
 @pytest.mark.parametrize("k", [1, 2])
 def test_checkpoints_around_blocks_keep_what_they_keep_of_the_source(k):
     """``memopt.checkpoint_module`` around blocks of conv, norm and neuron."""

@@ -12,13 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sj_tac
-from sj_tac import host
-from sj_tac.errors import ConversionError, InputError, OperationCountWarning
+from sj_tac.errors import ConversionError
 
 M = {"step_mode": "m"}
 X = frames(6, 4, 2, 8, 8, dtype=torch.float64)
-GRAPH = "waits for 'One graph: equations and a gate in place of lazy values'"
-waits = pytest.mark.xfail(strict=True, reason=GRAPH)
 
 
 def source():
@@ -64,7 +61,7 @@ def there_and_back(net):
     return net
 
 
-TOOLS = [pytest.param(packed, marks=waits), fused, fused_by_torch, parametrized, there_and_back]
+TOOLS = [packed, fused, fused_by_torch, parametrized, there_and_back]
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__)
@@ -102,97 +99,52 @@ class Direct(Folded):
         return self.body[1:](functional.seq_to_ann_forward(x, lambda t: of._conv_forward(t, of.weight, of.bias)))
 
 
-@pytest.mark.parametrize("kind", [Folded, Direct])
-def test_a_layer_that_forward_calls_in_another_way_is_refused_by_name(kind):
-    fast = sj_tac.convert(kind().eval(), "preserve", 2, example_input=X)
-    statuses = {v.layer: v.status for v in sj_tac.report(fast).verdicts}
-    assert statuses == {"body.0": "refused", "body.3": "converted"}
+def test_a_layer_in_step_mode_s_that_is_handed_folded_frames_is_converted():
+    fast = sj_tac.convert(Folded().eval(), "preserve", 2, example_input=X)
+    assert [v.layer for v in sj_tac.report(fast).converted] == ["body.0", "body.3"]
+    unfolded = sj_tac.convert(source(), "preserve", 2, example_input=X)
+    torch.testing.assert_close(output(fast), output(unfolded), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "kind", ["Conv2d", pytest.param("Linear", marks=waits), pytest.param("the host's layer", marks=waits)]
-)
+def test_a_layer_whose_forward_is_gone_around_is_refused_by_name():
+    fast = sj_tac.convert(Direct().eval(), "preserve", 2, example_input=X)
+    found = {v.layer: (v.status, v.reason) for v in sj_tac.report(fast).verdicts}
+    assert found == {"body.0": ("refused", "NEVER_CALLED"), "body.3": ("converted", None)}
+
+
+@pytest.mark.parametrize("kind", ["Conv2d", "Linear", "the host's layer"])
 def test_a_converted_layers_class_makes_layers(kind):
     """peft makes a new layer of the adapted layer's class."""
     made = {"Conv2d": nn.Conv2d(2, 6, 1), "Linear": nn.Linear(8, 8), "the host's layer": conv(2, 6, padding=1)}[kind]
     first = made if kind == "the host's layer" else layer.SeqToANNContainer(made)
-    fast = sj_tac.convert(nn.Sequential(first, node("lif")).eval(), "preserve", 2, example_input=X.float())
+    policy = {"layers": ["conv", "linear"], "default": {"k": 2}}
+    fast = sj_tac.convert(nn.Sequential(first, node("lif")).eval(), policy, example_input=X.float())
     (verdict,) = sj_tac.report(fast).converted
     again = type(fast.get_submodule(verdict.layer))(8, 4, 1) if kind != "Linear" else type(fast[0][0])(8, 4)
     assert again(torch.rand(1, 8, 8, 8)).shape == ((1, 8, 8, 4) if kind == "Linear" else (1, 4, 8, 8))
 
 
 @only_v2
-@waits
 @pytest.mark.parametrize("kind", ["lif", "if"])
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_net_is_written_to_nir_as_its_source_or_the_error_says_restore(kind, k):
+def test_a_net_is_written_to_nir_when_it_is_restored_and_else_the_error_names_its_layer(kind, k):
+    """nirtorch looks classes up: it knows none of a converted net."""
     pytest.importorskip("nirtorch")
     from spikingjelly.activation_based.nir_exchange import export_to_nir
 
     head = layer.Flatten(**M), layer.Linear(384, 5, **M), node(kind)
     net = nn.Sequential(conv(2, 6, padding=1), node(kind), *head).eval()
     x = frames(1, 4, 2, 8, 8)
-    fast = sj_tac.convert(net, "preserve", k, example_input=x)
-    if k == 1:
-        assert export_to_nir(fast, x).nodes.keys() == export_to_nir(net, x).nodes.keys()
-    else:
-        with pytest.raises(Exception, match="restore"):
-            export_to_nir(fast, x)
+    fast = sj_tac.convert(net, "preserve", k, example_input=frames(4, 4, 2, 8, 8))
+    with pytest.raises(KeyError, match=r"sj_tac.*TACConv2d"):
+        export_to_nir(fast, x)
+    assert export_to_nir(sj_tac.restore(fast), x).nodes.keys() == export_to_nir(net, x).nodes.keys()
 
 
 # ---- tools that count -------------------------------------------------------------------------------------------------
 
 
-def counts(net):
-    """Whether a call warns of counting tools."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        output(net)
-    return [str(w.message) for w in caught if w.category is OperationCountWarning]
-
-
 @only_v2
-@pytest.mark.parametrize("mode", ["preserve", "collapse"])
-@pytest.mark.parametrize("kind", ["DispatchCounterMode", "FunctionCounterMode", "ModuleCounterMode"])
-def test_a_call_that_spikingjelly_counts_says_where_macs_are(kind, mode):
-    op_counter = pytest.importorskip("spikingjelly.activation_based.op_counter")
-    found = {}
-    for k in (1, 2):
-        fast = sj_tac.convert(source(), mode, k, example_input=X)
-        counter = op_counter.MACCounter()
-        if kind == "ModuleCounterMode":
-            counter = op_counter.NeuromorphicMemoryAccessCounter()
-            watched = op_counter.ModuleCounterMode([counter], model=fast)
-        else:
-            watched = getattr(op_counter, kind)([counter])
-        with watched:
-            found[k] = counts(fast)
-        assert counts(fast) == []
-    assert found[1] == []
-    assert len(found[2]) == 1
-    assert "op_counter counts" in found[2][0]
-    assert "2 layers of this Sequential" in found[2][0]
-    assert "sj_tac.report(net) has the MACs" in found[2][0]
-
-
-@pytest.mark.parametrize("on", ["the net", "its layers"])
-@pytest.mark.parametrize("tool", ["torchinfo.torchinfo", "thop.profile", "ptflops.pytorch_ops"])
-def test_a_call_that_another_tool_counts_by_hooks(tool, on):
-    def hook(module, args, output):
-        return None
-
-    fast = sj_tac.convert(source(), "preserve", 2, example_input=X)
-    (fast if on == "the net" else fast[0]).register_forward_hook(hook)
-    assert counts(fast) == [], "a hook of the user's own"
-    hook.__module__ = tool
-    (told,) = counts(fast)
-    assert told.startswith(f"{tool.partition('.')[0]} counts from output shapes")
-    assert counts(sj_tac.restore(fast)) == []
-
-
-@only_v2
-@waits
 @pytest.mark.parametrize(("mode", "training"), [("preserve", False), ("collapse", False), ("preserve", True)])
 def test_a_strict_counter_knows_every_operation_of_a_converted_net(mode, training):
     """A converted net adds no operator of sj_tac's own to those that its source runs."""
@@ -251,9 +203,7 @@ def test_a_copy_that_fails_offers_what_the_call_takes():
     sj_tac.restore(fast, inplace=True)
     with pytest.raises(ConversionError, match="pass inplace=True"):
         sj_tac.convert(fast, "preserve", 2, example_input=X)
-    with pytest.raises(ConversionError, match="'kept' is a tensor computed from others") as raised:
-        sj_tac.plan(fast, "preserve", 2)
-    assert "inplace" not in str(raised.value), "plan takes none"
+    assert len(sj_tac.plan(fast, "preserve", 2, example_input=X).converted) == 2, "a plan copies nothing"
 
 
 class Joined(nn.Module):
@@ -278,19 +228,22 @@ class Repeats(nn.Module):
         return self.lif(functional.seq_to_ann_forward(x.unsqueeze(0).repeat(T, 1, 1, 1, 1), self.conv))
 
 
-def test_frames_that_are_joined_along_time_are_named():
-    verdicts = sj_tac.plan(Joined().double().eval(), "preserve", 2, example_input=X).verdicts
-    assert [(v.status, v.detail) for v in verdicts] == [("refused", "cat() stands between it and the neuron")] * 2
+def test_of_frames_that_are_joined_along_time_those_from_step_0_on_are_shared():
+    net = Joined().double().eval()
+    fast = sj_tac.convert(net, "preserve", 2, example_input=X)
+    assert [v.status for v in sj_tac.report(fast).verdicts] == ["converted", "refused"]
+    with torch.no_grad():
+        sums = torch.stack([(X[0] + 2 * X[1]) / 3, X[2]])
+        drives = torch.cat([net.conv(sums)[[0, 0, 1]], net.more(X[3:])])
+        torch.testing.assert_close(output(fast), output(net.lif, drives), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.xfail(host.IS_V2, strict=True, reason=GRAPH)
 def test_a_net_that_takes_its_own_t_is_not_said_to_have_no_neuron():
     (verdict,) = sj_tac.plan(Repeats().eval(), "preserve", 2, example_input=(X[0].float(), 4)).verdicts
     assert verdict.status == "converted" or "no neuron" not in verdict.detail
 
 
 @only_v2
-@waits
 def test_a_packed_nets_layers_are_not_said_to_be_called_with_several_tensors():
     verdicts = sj_tac.plan(packed(source()), "preserve", 2, example_input=X).verdicts
     assert not [v for v in verdicts if "other than one tensor" in (v.detail or "")]
@@ -306,15 +259,9 @@ class Unfolding(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.conv, self.lif = nn.Conv2d(2, 6, 3, padding=1), node("lif", v_threshold=0.1)
-        self.barrier = None
 
     def forward(self, x):
-        if self.barrier is not None:
-            self.barrier.wait(10)
         return self.lif(self.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
-
-    def __getstate__(self):
-        return self.__dict__ | {"barrier": None}
 
 
 def at_once(nets):
@@ -322,15 +269,14 @@ def at_once(nets):
     found, barrier = {}, threading.Barrier(len(nets))
 
     def work(steps, net):
+        barrier.wait(10)
         try:
             with torch.no_grad():
                 found[steps] = net(frames(steps, 3, 2, 8, 8)).shape[0]
-        except InputError as error:
+        except Exception as error:
             found[steps] = str(error)
 
     threads = [threading.Thread(target=work, args=item) for item in nets.items()]
-    for net in nets.values():
-        net.barrier = barrier
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -338,7 +284,6 @@ def at_once(nets):
     return found
 
 
-@waits
 def test_two_threads_call_a_net_with_other_frames_at_once():
     """T and N belong to a call. Only shapes are compared: SpikingJelly stores one set of voltages per net."""
     fast = sj_tac.convert(Unfolding().eval(), "preserve", 2, example_input=frames(6, 4, 2, 8, 8))
@@ -362,7 +307,7 @@ def test_a_call_in_a_call_and_one_that_fails_leave_the_outer_call_its_frames():
             found.append(None)
             found[0] = output(fast, inner)
             functional.reset_net(fast)
-            with pytest.raises(InputError, match="C=2"):
+            with pytest.raises(RuntimeError, match="to have 2 channels"):
                 fast(x[:, :, :1])
 
     fast.conv.register_forward_pre_hook(inside)
@@ -370,7 +315,6 @@ def test_a_call_in_a_call_and_one_that_fails_leave_the_outer_call_its_frames():
     assert torch.equal(found[0], wanted_inside)
 
 
-@waits
 def test_two_reentrant_checkpoints_hand_gradients_through_a_collapse():
     class Parts(nn.Module):
         how = None

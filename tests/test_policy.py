@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given, strategies as st
 from support import csnn
+from torch import nn
 
 import sj_tac
 from sj_tac import Policy, Rule
@@ -213,3 +214,15 @@ def test_what_yaml_allows_works(tmp_path):
     )
     path.write_text("\ufeffdefault: {k: 65536}")  # as some editors begin a file
     assert Policy.load(path).default.k == 65_536
+
+
+def test_the_key_exact_of_older_files_is_dropped_and_said_where_it_asked_for_something():
+    older = {"default": {"exact": True}, "rules": [{"match": "0", "exact": True, "k": 4}]}
+    assert Policy.from_dict(older) == Policy(rules=(Rule(match="0", k=4),))
+    with pytest.warns(FutureWarning, match="exact has no effect any more"):
+        assert Policy.from_dict({"default": {"exact": False}}) == Policy()
+
+
+def test_register_affine_says_that_it_is_not_needed():
+    with pytest.warns(FutureWarning, match="convert measures what is affine"):
+        assert sj_tac.register_affine(nn.ReLU) is nn.ReLU

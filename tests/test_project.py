@@ -61,8 +61,8 @@ def test_the_page_of_policies_names_every_key():
 # Each needs a process of its own.
 FIRST = [
     "sj_tac",
-    "sj_tac.rewrites.rates",
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sj_tac.rewrites.swap", "sj_tac.verdicts")),
+    "sj_tac.rewrites.gate",
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sj_tac.rewrites.pipeline", "sj_tac.verdicts")),
 ]
 
 
@@ -84,7 +84,6 @@ FLOORS = [
     {"errors", "host"},
     {"support", "kernels", "compat"},
     {"verdicts", "policy", "functional", "definition"},
-    {"runtime"},
     {"rewrites"},
     {"operators", "experimental", "tuning"},
     {"batchnorm"},
@@ -177,12 +176,6 @@ def test_the_arithmetic_in_the_docs_is_what_the_script_prints():
     page = (ROOT / "docs" / "gpu.md").read_text()
     for precision in arithmetic.PEAK:
         assert arithmetic.table(precision) in page
-    assert arithmetic.first_table() in page
-    # A first layer by hand, 2 -> 128 at 128 x 128, k = 2, float32, in one kernel: frames in, sums and voltages out.
-    found, drives = arithmetic.first("2 -> 128, 3x3, 2x2 pool", "TF32", 2), 8 * 16 * 128 * 128 * 128
-    assert found.together_bytes == 8 * 16 * 2 * 128 * 128 * 4 + drives // 4 * 4 + drives // 8 * 4
-    assert found.apart_bytes - found.together_bytes == 2 * drives * 4
-    assert found.flops == 2 * 9 * 2 * drives
     # One layer by hand: 128 -> 128 at 64 x 64, T = 16, batch 16, float32, k = 2.
     frame = 16 * 128 * 64 * 64
     cost = arithmetic.ours(arithmetic.LAYERS[1], 2, 16, 16, 4)
@@ -213,16 +206,13 @@ def test_the_registers_in_the_docs_are_those_that_the_script_found():
     rows = json.loads(newest.read_text())["kernels"]
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert registers.page_table(rows) in page
-    assert registers.layer_1_table(rows) in page
     backward = rows["backward, float32, 2x2 pool, k=2"]["sm_90"]
     assert backward["registers"] <= 130
     assert backward["instructions"] <= 5000
     for architecture in ("sm_80", "sm_90"):
         assert rows["forward, float32, 2x2 pool, k=2"][architecture]["loop"] <= 140
-    # First layers in one kernel are held to it by tests/kernels/test_cuda_compile.py at k = 2; the page has the others.
-    known = [row for name, row in rows.items() if not name.startswith("layer 1")]
-    assert len(known) == 64
-    spilled = {a: max(row[a]["spill_bytes"] for row in known) for a in known[0]}
+    assert len(rows) == 64
+    spilled = {a: max(row[a]["spill_bytes"] for row in rows.values()) for a in next(iter(rows.values()))}
     assert len(spilled) >= 7
     assert all(most <= (16 if a in ("sm_80", "sm_90") else 32) for a, most in spilled.items())
 

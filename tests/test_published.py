@@ -15,7 +15,6 @@ from benchmarks.published import oracle
 from benchmarks.published.cases import CASES, Case
 from benchmarks.published.examining import CLOSE, Row, check
 from benchmarks.published.page import page
-from sj_tac.verdicts import REASONS
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = only_v2
@@ -151,7 +150,6 @@ def test_the_page_is_of_the_newest_results_and_nothing_on_it_is_wrong():
     assert sum(r.affine_shared for r in ran) >= 0.9 * sum(r.affine for r in ran)
     for r in rows:
         assert r.converted + sum(r.refused.values()) == r.convs, r.name
-        assert set(r.refused) <= {reason.value for reason in REASONS}, r.name
         assert r.shared <= r.driving <= r.convs, r.name
         assert r.affine_shared <= r.affine <= r.driving, r.name
         assert not r.failures, r.name

@@ -15,6 +15,7 @@ import sj_tac
 from sj_tac.host import registry
 from sj_tac.kernels.layout import RUNS
 
+pytestmark = pytest.mark.captured
 X = frames(8, 4, 2, 8, 8, dtype=torch.float64)
 
 

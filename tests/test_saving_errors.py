@@ -48,6 +48,7 @@ def saved(tmp_path):
 
 def refused(path, words, model=None, error=CheckpointError, **options):
     """The message; the model is as it was, in place, too."""
+    options = {"example_input": FRAMES} | options
     for inplace in (False, True):
         net = csnn_again() if model is None else copy.deepcopy(model)
         before, classes = copy.deepcopy(net.state_dict()), [type(m) for m in net.modules()]
@@ -125,6 +126,9 @@ def test_foreign_files(saved, monkeypatch):
 def test_what_the_file_says_of_itself(saved):
     path = saved / "net.safetensors"
     good = description(path)
+    assert good["layers"]["0"] == {
+        "mode": "preserve", "k": 4, "weights": "decay", "normalize": True, "spikes": "count", "merged": 1, "stretch": 1
+    }  # fmt: skip
     # A file of format 1 has no checksum.
     with_description(path, **({k: v for k, v in good.items() if k != "checksum"} | {"format": 1}))
     assert sj_tac.load(path, csnn_again()) is not None
@@ -172,14 +176,14 @@ def test_models_that_are_others(saved):
         (lambda net: setattr(net[2], "tau", 3.0), "'2' has tau=2.0, and this model tau=3.0"),
         (lambda net: setattr(net[5], "eps", 0.5), "'5' has eps=1e-05, and this model eps=0.5"),
         (lambda net: net.__setitem__(6, node("if", v_threshold=net[6].v_threshold)), "has neuron='LIFNode'"),
-        (lambda net: setattr(net[3], "stride", 3), "'3' has stride=2"),
+        (lambda net: setattr(net[3], "ceil_mode", True), "'3' has ceil_mode=False"),
     ):
         net = csnn_again()
         change(net)
         refused(path, words, net)
     single = csnn_again()
     functional.set_step_mode(single, "s")
-    refused(path, "NOT_MULTI_STEP", single, error=sj_tac.errors.PolicyError)
+    refused(path, "does not run on example_input", single, error=ConversionError)
     net = csnn_again()
     with pytest.raises(ConversionError, match="cannot be converted again"):
         sj_tac.load(path, sj_tac.convert(net))

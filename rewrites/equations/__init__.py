@@ -3,6 +3,7 @@
     mark(x) in front of a convolution = expand(aggregate(x))                         ``marks``   today's k
     f(expand(y)) = expand(f(y))                     f treats all frames alike        ``sink``
     aggregate(expand(y)) = y                        of the same groups               ``sink``
+    repeat(y, T) = expand(y, T, T)                  an image T times                 ``repeats``
     neuron(expand(norm(y)) + r) = fire(y, norm, k, r)                                ``fuse``
     pool(fire(..)) = fire(.., pool)                 no other node reads the spikes   ``absorb``
     aggregate(fire(..)) = fire(.., sums)            no other node reads the spikes   ``absorb``
@@ -17,13 +18,22 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from sj_tac.rewrites.equations import absorb, fuse, marks, reshapes, sink, writes
+from sj_tac.rewrites.equations import absorb, fuse, marks, repeats, reshapes, sink, writes
 from sj_tac.rewrites.equations.nodes import outputs_share
+
+
+def sink_and_share(graph: Graph) -> None:
+    """``sink``, then ``share`` of what it brought in front of aggregates and expands, which may sink in turn."""
+    sink.sink(graph)
+    while repeats.share(graph):
+        sink.sink(graph)
+
 
 Equation = Callable[[Graph], None]
 # In this order: what one writes, the next reads.
 ORDER: tuple[Equation, ...] = (
-    reshapes.merge_equal, sink.sink, reshapes.tidy, reshapes.merge_equal, fuse.fuse, absorb.absorb, reshapes.tidy,
+    repeats.repeat, reshapes.merge_equal, sink_and_share, reshapes.tidy, reshapes.merge_equal, fuse.fuse, absorb.absorb,
+    reshapes.tidy,
 )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ from torch.fx.node import map_arg
 
 from sj_tac.definition import ops
 
-AGGREGATE, EXPAND, NEURON, MARK = (
-    getattr(torch.ops.sj_tac, name).default for name in ("aggregate_frames", "expand_frames", "neuron_steps", "mark")
+AGGREGATE, EXPAND, NEURON = (
+    getattr(torch.ops.sj_tac, name).default for name in ("aggregate_frames", "expand_frames", "neuron_steps")
 )
-assert ops.neuron._opoverload is NEURON
+MARK = ops.mark._opoverload
 ADDS = {operator.add, operator.iadd, torch.add, "add"}
 RESHAPES = {
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",

@@ -36,7 +36,8 @@ BY_ROW = {
     **CONVS, F.linear: 2, F.batch_norm: 2, F.dropout: 1, F.dropout2d: 4, F.relu: 1, torch.relu: 1, "relu": 1,
     F.max_pool1d: 3, F.max_pool2d: 4, torch.max_pool2d: 4, F.avg_pool2d: 4, F.adaptive_avg_pool2d: 4, F.avg_pool1d: 3,
 }  # fmt: skip
-SCALINGS = {operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div", operator.neg, torch.neg, "neg"}
+# Functions of each element; "to" of a dtype, as convolutions in half precision have it.
+SCALINGS = {operator.mul, operator.truediv, torch.mul, torch.div, "mul", "div", operator.neg, torch.neg, "neg", "to"}
 
 
 def sink(graph: Graph) -> None:
@@ -93,7 +94,7 @@ def _compact(node: Node) -> Node | None:
         return (
             _reshaped(node, expands[0]) if shape(node) and not node.kwargs and shape(node)[0] % value(steps) == 0 else None
         )
-    if node.target in SCALINGS and all(isinstance(a, (int, float)) for a in node.args[1:]) and not node.kwargs:
+    if node.target in SCALINGS and all(isinstance(a, (int, float, torch.dtype)) for a in node.args[1:]) and not node.kwargs:
         return emit(node, node.target, (y, *node.args[1:]))
     if keeps_first(node):
         return emit(node, node.target, (y, *node.args[1:]))
@@ -189,11 +190,11 @@ def keeps_first(node: Node) -> bool:
 
 
 def commute(node: Node) -> None:
-    """Move an expand below the reshapes and the one convolution that read it."""
+    """Move an expand below the reshapes, the casts and the one convolution that read it."""
     while node.target is EXPAND and len(node.users) == 1:
         (reader,) = node.users
         place, last = reader.prev, reader.target in CONVS or reader.target is F.linear
-        if not (last or reader.target in RESHAPES) or not sink_below(reader):
+        if not (last or reader.target in RESHAPES or reader.target == "to") or not sink_below(reader):
             return
         node = place.next
         while node.target is not EXPAND:

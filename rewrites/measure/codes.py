@@ -9,30 +9,40 @@ for all elements of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from sj_tac.rewrites.measure.left import Code, Left
+from sj_tac import host
+from sj_tac.definition.noted import is_norm
+from sj_tac.host import dispatch
 from sj_tac.rewrites.measure.neurons import Layout
 from sj_tac.rewrites.measure.runs import copied, first, is_convolution, run
 from sj_tac.rewrites.measure.survey import Neuron
+from sj_tac.verdicts import Reason, Refusal
 
 # A code is written in digits below this: 2^31 fits into float32, 2^T need not. float16 ends at 2^16.
 DIGIT, DIGIT_OF_HALF = 32, 8
+# What the net is given, and what it returns, among the names of modules.
+INPUT, OUTPUT = "<input>", "<output>"
+# Functions of autograd that show the same elements in another shape.
+_VIEWS = {"ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "UnflattenBackward", "SqueezeBackward",
+          "UnsqueezeBackward", "CloneBackward", "AsStridedBackward"}  # fmt: skip
 
 
 class _Output(torch.autograd.Function):
-    """The identity, whose node in the graph names the convolution."""
+    """The identity, whose node in the graph names what made the tensor: a convolution, a neuron, or INPUT."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, convolution: str) -> Tensor:
-        ctx.convolution = convolution
+    def forward(ctx: Any, x: Tensor, made_by: str) -> Tensor:
+        ctx.made_by = made_by
         return x.clone()
 
     @staticmethod
@@ -47,29 +57,33 @@ class Coded:
     Attributes:
         outputs: of each convolution, for each of its calls. drives: (neuron, its sums without code and with each digit).
         driven: of each convolution, the neurons that it drives, in the order of their calls.
+        sources: of each neuron, convolution, BatchNorm and OUTPUT, what its input is made of: the nearest convolutions
+            and neurons, and INPUT. pools: of a neuron, the MaxPool that alone reads its spikes.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     drives: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     driven: dict[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)
+    pools: dict[str, str] = field(default_factory=dict)
     step_digits: int = 1
     sample_digits: int = 1
     digit: int = DIGIT
     _found: dict[str, list[tuple[Tensor | None, ...]]] = field(default_factory=dict)
 
-    def read(self, name: str, leads: int, neuron: str | None = None) -> list[Layout | Left]:
+    def read(self, name: str, leads: int, neuron: str | None = None) -> list[Layout | Refusal]:
         """Return, for each call of a convolution, the layout of its output, or why it has none.
 
         Args:
             leads: dimensions in front of [C, H, W]. neuron: look at what it drives of this neuron alone.
         """
         if name not in self.driven or name not in self.outputs:
-            return [Left(Code.NO_NEURON, "it drives no neuron")]
-        outputs, found = self.outputs[name], list[Layout | Left]()
+            return [Refusal(Reason.NO_NEURON, "it drives no neuron")]
+        outputs, found = self.outputs[name], list[Layout | Refusal]()
         of_all = self._of_all()[name] if neuron is None else self._gradients(outputs, neuron)
         for out, (plain, *coded) in zip(outputs, of_all, strict=True):
             if plain is None or not plain.any():
-                found.append(Left(Code.NO_NEURON, "it drives no neuron"))
+                found.append(Refusal(Reason.NO_NEURON, "it drives no neuron"))
             else:
                 found.append(self._read(plain, [torch.zeros_like(out) if c is None else c for c in coded], leads))
         return found
@@ -91,15 +105,15 @@ class Coded:
         ]
         return list(zip(*digits, strict=True))
 
-    def _read(self, plain: Tensor, coded: list[Tensor], leads: int) -> Layout | Left:
+    def _read(self, plain: Tensor, coded: list[Tensor], leads: int) -> Layout | Refusal:
         steps, samples = coded[: self.step_digits], coded[self.step_digits :]
-        found: Layout | Left = Left(Code.TIME_INSIDE, "time is inside its frames")
+        found: Layout | Refusal = Refusal(Reason.TIME_INSIDE, "time is inside its frames")
         rows = plain.shape[0]
         t, n = _numbers(plain, steps, 1, self.digit), _numbers(plain, samples, 1, self.digit)
         if t is not None:
             T = int(t[0].max()) + 1
             if T < 2:
-                return Left(Code.ONE_STEP, "its frames are one step")
+                return Refusal(Reason.ONE_STEP, "its frames are one step")
             if rows == T and torch.equal(t[0][t[1]], torch.arange(rows)[t[1]]):
                 return Layout(T, plain.shape[1], 0) if leads > 1 else Layout(T, 1, 0, True)
             folded = found if n is None else _folded(t, n[0])
@@ -132,7 +146,7 @@ def _numbers(plain: Tensor, digits: list[Tensor], dims: int, base: int) -> tuple
     return number.view(plain.shape[:dims]), seen.view(plain.shape[:dims])
 
 
-def _meeting(plain: Tensor, coded: list[Tensor]) -> Left | None:
+def _meeting(plain: Tensor, coded: list[Tensor]) -> Refusal | None:
     """Return which part of the elements serves several frames; None if none does."""
     on, clear = plain.abs() > 1e-5 * plain.abs().max(), torch.ones_like(plain, dtype=torch.bool)
     for gradient in coded:
@@ -140,20 +154,20 @@ def _meeting(plain: Tensor, coded: list[Tensor]) -> Left | None:
         clear &= ((quotient / 2 ** quotient.abs().log2().round()) - 1).abs() < 1e-6
     part = float((on & ~clear).sum() / on.sum())
     why = f"frames meet between it and its neurons (in {100 * part:.2g} % of its output)"
-    return Left(Code.FRAMES_MEET, why) if part else None
+    return Refusal(Reason.FRAMES_MEET, why) if part else None
 
 
-def _folded(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | Left:
+def _folded(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | Refusal:
     (t, seen), rows = of_steps, len(samples)
     T, N = int(t.max()) + 1, int(samples.max()) + 1
     if rows != T * N:
-        return Left(Code.NO_ORDER, f"it has {rows} rows for {T} steps of {N} samples")
+        return Refusal(Reason.NO_ORDER, f"it has {rows} rows for {T} steps of {N} samples")
     row = torch.arange(rows)[seen]
     if torch.equal(t[seen], row // N) and torch.equal(samples[seen], row % N):
         return Layout(T, N, 0, True)
     if torch.equal(t[seen], row % T) and torch.equal(samples[seen], row // T):
         return Layout(T, N, 0, True, samples_first=True)
-    return Left(Code.NO_ORDER, "its rows are in no order")
+    return Refusal(Reason.NO_ORDER, "its rows are in no order")
 
 
 def _in_two(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | None:
@@ -182,14 +196,35 @@ def code(
 ) -> Coded:
     """Run a copy of ``net`` with codes on the drives of ``neurons``, whose outputs are those of the survey."""
     coder = _Coder(neurons, looks_at)
-    with torch.enable_grad():
-        run(net, arguments, coder.hook)
+    with torch.enable_grad(), _gradients_stay():
+        given = tree_map(lambda x: _marked(x, INPUT) if isinstance(x, Tensor) else x, copied(arguments))
+        coder.end(run(net, given, coder.hook, as_they_are=True))
     return coder.found
+
+
+@contextlib.contextmanager
+def _gradients_stay() -> Iterator[None]:
+    """Let a forward that says torch.no_grad() record gradients all the same: they are how this is measured."""
+    with (
+        mock.patch.object(torch.no_grad, "__enter__", return_value=None),
+        mock.patch.object(torch.no_grad, "__exit__", return_value=None),
+    ):
+        yield
+
+
+def _marked(x: Tensor, made_by: str) -> Tensor:
+    """Return a tensor that the graph names."""
+    made: Tensor = _Output.apply(x if x.requires_grad else x.requires_grad_(), made_by) if x.is_floating_point() else x
+    return made
 
 
 class _Coder:
     def __init__(self, neurons: dict[str, Neuron], looks_at: Callable[[nn.Module], bool]) -> None:
         self.neurons, self.looks_at, self.found = neurons, looks_at, Coded()
+        # Nodes of the graph: of each neuron's spikes; what each MaxPool reads and makes.
+        self._spikes: dict[str, Any] = {}
+        self._pools: dict[Any, tuple[str, Any]] = {}
+        self._ends: list[Any] = []
         self.generator = torch.Generator().manual_seed(0)
         is_half = any(n.drives.dtype is torch.float16 for n in neurons.values())
         self.found.digit = base = DIGIT_OF_HALF if is_half else DIGIT
@@ -204,21 +239,76 @@ class _Coder:
                 look = lambda m, a, k, name=name: self._drive(name, first((a, k)))  # noqa: E731
                 handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
                 replace_outputs(module, [tree_map(self._awake, out) for out in self.neurons[name].outputs])
+                handles.append(module.register_forward_hook(lambda m, a, out, name=name: self._emit(name, out)))
             elif self.looks_at(module):
+                look = lambda m, a, k, name=name: self._note(name, first((a, k)))  # noqa: E731
+                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
                 handles.append(module.register_forward_hook(lambda m, a, out, name=name: self._hold(name, out)))
+            elif is_norm(module):
+                look = lambda m, a, k, name=name: self._note(name, first((a, k)))  # noqa: E731
+                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
+            elif isinstance(module, host.ANY_MAX_POOLS) and host.is_multi_step(module):
+                handles.append(module.register_forward_hook(lambda m, a, out, name=name: self._pool(name, first(a), out)))
         return handles
+
+    def end(self, output: Any) -> None:
+        """Look at what the net returns, and find the MaxPools that alone read a neuron's spikes."""
+        made = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
+        for x in made:
+            self._note(OUTPUT, x)
+        readers: dict[Any, set[Any]] = {}
+        stack = [x.grad_fn for x in made] + self._ends
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            for ahead, _ in node.next_functions:
+                readers.setdefault(ahead, set()).add(node)
+                if ahead is not None and ahead not in seen:
+                    seen.add(ahead)
+                    stack.append(ahead)
+        for name, node in self._spikes.items():
+            while node is not None:
+                if node in self._pools and len(readers.get(node, ())) == 1:
+                    self.found.pools[name], node = self._pools[node]
+                    continue
+                # Views of the spikes, which a pool of folded frames reads.
+                behind = readers.get(node, set())
+                node = next(iter(behind)) if len(behind) == 1 else None
+                if type(node).__name__.rstrip("0") not in _VIEWS:
+                    node = None
+
+    def _note(self, name: str, x: Tensor | None) -> None:
+        if x is not None and x.grad_fn is not None:
+            self.found.sources.setdefault(name, set()).update(_nearest(x))
+            self._ends.append(x.grad_fn)
+
+    def _emit(self, name: str, out: Any) -> Any:
+        made = first(out)
+        if made is None or dispatch.is_transformed():
+            return None
+        spikes = _marked(made, name)
+        if name in self._spikes:  # called twice: no one pool reads it all
+            self._spikes[name] = None
+        else:
+            self._spikes[name] = spikes.grad_fn
+        return tree_map(lambda x: spikes if x is made else x, out)
+
+    def _pool(self, name: str, x: Tensor | None, out: Any) -> None:
+        if x is not None and isinstance(out, Tensor) and x.grad_fn is not None:
+            self._pools[x.grad_fn] = name, out.grad_fn
 
     def _drive(self, name: str, u: Tensor | None) -> None:
         neuron, found = self.neurons[name], self.found
-        if u is None or not u.requires_grad or u.shape != neuron.drives.shape:
+        if u is None or not u.requires_grad or not neuron.layout.fits(u, neuron.drives):
             return
+        self._note(name, u)
         signs = torch.randn(u.shape, generator=self.generator).sign().to(u)
         codes = [torch.zeros(1, dtype=torch.long)]
         for places, digits in zip(neuron.layout.places(u), (found.step_digits, found.sample_digits), strict=True):
             codes += [places // found.digit**i % found.digit for i in range(digits)]
         signed = u * signs
         found.drives.append((name, [(signed * 2.0 ** c.to(u.dtype)).sum() for c in codes]))
-        for convolution in _above(u):
+        for convolution in _above(u) - self.neurons.keys() - {INPUT}:
             driven = found.driven.setdefault(convolution, [])
             if name not in driven:
                 driven.append(name)
@@ -231,12 +321,12 @@ class _Coder:
 
     def _hold(self, name: str, out: Any) -> Any:
         made = first(out)
-        if made is None:
+        if made is None or dispatch.is_transformed():
             return None
         held = made if made.requires_grad else made.detach().requires_grad_()
         self.found.outputs.setdefault(name, []).append(held)
-        handed_on = _Output.apply(held, name)
-        return tree_map(lambda x: handed_on if x is made else x, out)
+        named = _Output.apply(held, name)
+        return tree_map(lambda x: named if x is made else x, out)
 
 
 def _without_zeros(module: nn.Module) -> None:
@@ -261,7 +351,22 @@ def _above(u: Tensor) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "convolution"):
-            found.add(node.convolution)
+        if hasattr(node, "made_by"):
+            found.add(node.made_by)
         stack += [following for following, _ in node.next_functions]
+    return found
+
+
+def _nearest(u: Tensor) -> set[str]:
+    """Return what a tensor was made of: the names in front of it that no other name hides."""
+    stack, seen, found = [u.grad_fn], set(), set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "made_by"):
+            found.add(node.made_by)
+        else:
+            stack += [following for following, _ in node.next_functions]
     return found

@@ -28,6 +28,8 @@ def compare(
     made, off = fresh(net, hooks=False), {}
     convs.share(made, plan)
     k = max([sharing.k for sharing in plan.values()], default=2)
+    # Frames are weighed for one neuron, whatever the decay of others behind the same convolution.
+    betas = {float(sharing.decay(torch.float64)) for sharing in plan.values()}
 
     def sums(u: Tensor, neuron: Neuron, beta: float) -> Tensor:
         frames = neuron.layout.frames.time_first(u.double(), neuron.layout.T)
@@ -38,7 +40,7 @@ def compare(
         neuron = neurons[name]
         if u is None or u.shape != neuron.drives.shape or name in off:
             return
-        beta = _decay(net.get_submodule(name), neuron)
+        beta = next(iter(betas)) if len(betas) == 1 else _decay(net.get_submodule(name), neuron)
         own = sums(neuron.drives, neuron, beta)
         off[name] = float((own - sums(u, neuron, beta)).norm() / own.norm().clamp_min(1e-12))
 

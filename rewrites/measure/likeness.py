@@ -31,8 +31,12 @@ def likeness(module: nn.Module, x: Tensor, layout: Layout) -> Likeness:
     """Return whether ``module`` maps each frame of x by itself: rows that are drawn with repetition give the rows drawn."""
     if type(module) in SWAPS and "forward" not in vars(module):
         return Likeness()
-    out = _run(module, x)
+    out, handed = _run(module, x), x.clone()
     copy: Any = fresh(module, hooks=False)
+    copy(handed)
+    if not is_same(handed, x):
+        return Likeness("it writes into what it is handed")
+    copy = fresh(module, hooks=False)
     once, twice = copy(x.clone()), copy(x.clone())
     if not is_same(once, out):
         return Likeness("it does not give the same result twice")

@@ -30,6 +30,11 @@ class Layout:
         """The layout at any size; T of folded rows is still to be found."""
         return Frames(self.dim, self.folded, self.samples_first)
 
+    def fits(self, x: Tensor, like: Tensor) -> bool:
+        """Return whether x has frames of this layout, as ``like`` has, be its maps of another size."""
+        dims = 1 if self.folded else min(2, like.dim() - 1)
+        return x.dim() == like.dim() and x.shape[:dims] == like.shape[:dims]
+
     def places(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return step and sample of each element of x, in shapes that broadcast to x's."""
         if self.folded:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.definition import convs
 from sj_tac.definition.frames import Rule
-from sj_tac.rewrites.measure import codes, steps
+from sj_tac.definition.noted import is_norm
+from sj_tac.rewrites.measure import codes, groups, steps
 from sj_tac.rewrites.measure.drives import compare
-from sj_tac.rewrites.measure.left import Code, Left
 from sj_tac.rewrites.measure.likeness import likeness
 from sj_tac.rewrites.measure.neurons import Layout
 from sj_tac.rewrites.measure.runs import is_convolution, undisturbed
 from sj_tac.rewrites.measure.survey import Neuron, Survey, survey
+from sj_tac.verdicts import Reason, Refusal
 
 # Shared and own drives of an affine path differ by rounding alone: by so much, or by so many of a dtype's smallest steps.
 AFFINE, ROUNDINGS = 1e-4, 8
@@ -57,23 +58,40 @@ class Shared:
 
 
 @dataclass
-class Plan:
+class Measured:
     """What was measured of a net.
 
     Attributes:
         convolutions: by name, in the net's order. neurons: by name. others: why other modules are no neurons.
+        sources: of each neuron and convolution, and of OUTPUT, what its input is made of: the nearest convolutions and
+            neurons, and INPUT. alike: those that are handed equal frames where the neurons in front emit equal ones.
+        pools: of a neuron, the MaxPool that alone reads its spikes. calls: how often each module was called, in their order.
+        kinds: names of the neurons' classes. norms: names of the BatchNorms that were called.
+        macs: of each convolution, T and multiply-accumulates of a frame of one sample.
         notes: what could not be measured.
     """
 
-    convolutions: dict[str, Shared | Left] = field(default_factory=dict)
+    convolutions: dict[str, Shared | Refusal] = field(default_factory=dict)
     neurons: dict[str, Neuron] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, set[str]] = field(default_factory=dict)
+    alike: set[str] = field(default_factory=set)
+    pools: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    norms: tuple[str, ...] = ()
+    macs: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def shared(self) -> dict[str, Shared]:
         """The convolutions that may be shared."""
         return {name: found for name, found in self.convolutions.items() if isinstance(found, Shared)}
+
+    def slim(self) -> Measured:
+        """Return it without the tensors that runs gave: what a converted net keeps."""
+        kept = {n: replace(neuron, drives=torch.empty(0), outputs=[]) for n, neuron in self.neurons.items()}
+        return replace(self, neurons=kept)
 
     def sharings(self, k: int, net: nn.Module, approximate: bool = False) -> dict[str, convs.Sharing]:
         """Return how the definition is to run each of them in ``net``.
@@ -85,7 +103,7 @@ class Plan:
         return {name: found.sharing(k, net) for name, found in chosen.items()}
 
 
-def plan(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> Plan:
+def plan(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> Measured:
     """Measure a net on an example. It is left as it was, its hooks do not run, and the random stream does not move.
 
     Args:
@@ -103,9 +121,9 @@ def plan(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> P
 class _Planner:
     def __init__(self, net: nn.Module, arguments: tuple[Any, ...], looks_at: Callable[[nn.Module], bool]) -> None:
         self.net, self.arguments, self.looks_at = net, arguments, looks_at
-        self.found = Plan()
+        self.found = Measured()
 
-    def run(self) -> Plan:
+    def run(self) -> Measured:
         surveyed, found = survey(self.net, self.arguments, self.looks_at), self.found
         hooked = [n or type(m).__name__ for n, m in self.net.named_modules() if m._forward_hooks or m._forward_pre_hooks]
         if hooked:
@@ -115,44 +133,77 @@ class _Planner:
         for name, module in self.net.named_modules():
             if self.looks_at(module) and name not in surveyed.neurons:
                 found.convolutions[name] = self._first_look(name, module, surveyed, coded)
+        found.sources, found.pools, found.calls = coded.sources, coded.pools, surveyed.calls
+        found.kinds = {n: type(self.net.get_submodule(n)).__qualname__ for n in found.neurons}
+        found.norms = tuple(n for n, m in self.net.named_modules() if is_norm(m) and n in surveyed.calls)
+        found.macs = {n: m for n, outs in coded.outputs.items() if (m := self._macs(n, surveyed, outs)) is not None}
         del coded
         self._are_alike(surveyed)
         self._find_steps(surveyed)
         self._compare_drives()
+        layouts = {name: shared.layout for name, shared in found.shared.items()}
+        found.alike = groups.alike(self.net, self.arguments, found.neurons, layouts)
         return found
 
-    def _first_look(self, name: str, module: nn.Module, surveyed: Survey, coded: codes.Coded) -> Shared | Left:
+    def _first_look(self, name: str, module: nn.Module, surveyed: Survey, coded: codes.Coded) -> Shared | Refusal:
         calls, driven = surveyed.calls.get(name, 0), coded.driven.get(name, [])
         if not calls:
-            return Left(Code.NEVER_CALLED, "it is never called as a module")
+            return Refusal(Reason.NEVER_CALLED, "it is never called as a module")
         outputs = coded.outputs.get(name)
         if not outputs:
-            return Left(Code.NO_TENSOR, "it returns no tensor of numbers")
+            return Refusal(Reason.NO_TENSOR, "it returns no tensor of numbers")
         leads, notes = _leads(module, outputs[0]), []
         read = coded.read(name, leads)
-        if driven and any(isinstance(r, Left) and r.code is Code.FRAMES_MEET for r in read):
+        if driven and any(isinstance(r, Refusal) and r.reason is Reason.FRAMES_MEET for r in read):
             # Later neurons may stand behind attention over time: the nearest one decides.
             nearest = coded.read(name, leads, driven[0])
-            if not any(isinstance(r, Left) for r in nearest):
+            if not any(isinstance(r, Refusal) for r in nearest):
                 read, driven, notes = nearest, driven[:1], ["frames meet before its later neurons"]
-        if problem := next((r for r in read if isinstance(r, Left)), None):
-            return problem if calls == 1 else replace(problem, why=f"it is called {calls} times; {problem.why}")
+        if problem := next((r for r in read if isinstance(r, Refusal)), None):
+            return problem if calls == 1 else replace(problem, detail=f"it is called {calls} times; {problem.detail}")
         layouts = [r for r in read if isinstance(r, Layout)]
         if len(set(layouts)) > 1:
-            return Left(Code.OTHER_FRAMES, f"its {calls} calls are handed other frames each")
+            return Refusal(Reason.OTHER_FRAMES, f"its {calls} calls are handed other frames each")
         if convs.torchs_own(module) and layouts[0].dim >= max(1, leads):
-            return Left(Code.TIME_IN_CHANNELS, "time is among its channels")
+            return Refusal(Reason.TIME_IN_CHANNELS, "time is among its channels")
         return self._weighed(Shared(layouts[0], tuple(driven), notes=tuple(notes)))
 
-    def _weighed(self, found: Shared) -> Shared | Left:
+    def _mean_decay(self, name: str, module: Any, found: Shared) -> tuple[float, Shared]:
+        """Return the mean of a known neuron's decays, one for each channel or place, and a note of it."""
+        values = 1 - module.w.sigmoid() if hasattr(module, "w") else 1 - 1 / module.tau
+        note = f"{host.many_numbers(module)} in {name!r}: the mean of its decays is taken"
+        self.found.neurons[name].decay = mean = float(values.detach().double().mean())
+        return mean, replace(found, notes=(*found.notes, note))
+
+    def _macs(self, name: str, surveyed: Survey, outputs: list[Tensor]) -> tuple[int, int] | None:
+        """Return T and the multiply-accumulates of one frame; of a layer without a layout, T is 1 and a frame is all."""
+        module: Any = self.net.get_submodule(name)
+        weight, found = getattr(module, "weight", None), self.found.convolutions.get(name)
+        if not isinstance(weight, Tensor) or weight.dim() < 2 or len(outputs) != 1:
+            return None
+        is_transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        counted = surveyed.inputs[name][0] if is_transposed else outputs[0]
+        total = counted.numel() * (weight.numel() // weight.shape[0])
+        T, N = (found.layout.T, found.layout.N) if isinstance(found, Shared) else (1, self._samples(module, outputs[0]))
+        return T, total // (T * N)
+
+    def _samples(self, module: nn.Module, out: Tensor) -> int:
+        """Return N of the first neuron; of a net that has none, of a layer that takes [T, N, ...]."""
+        unfolded = out.shape[1] if _leads(module, out) > 1 else 1
+        return next((neuron.layout.N for neuron in self.found.neurons.values()), unfolded)
+
+    def _weighed(self, found: Shared) -> Shared | Refusal:
         """Return it with the decay of its first neuron, and a note where others decay otherwise."""
         decays = {}
         for name in found.neurons:
             neuron, module = self.found.neurons[name], self.net.get_submodule(name)
             if not neuron.is_known:
                 decays[name] = neuron.decay
-            elif not host.many_numbers(module):
-                decays[name] = float(host.decay(module, torch.float64))
+            elif host.many_numbers(module):
+                decays[name], found = self._mean_decay(name, module, found)
+            else:
+                with torch.no_grad():
+                    decays[name] = float(host.decay(module, torch.float64))
         first, notes = self.found.neurons[found.neurons[0]], list(found.notes)
         known = {round(d, 4) for d in decays.values() if d is not None}
         if len(known) > 1:
@@ -164,7 +215,7 @@ class _Planner:
         decay = decays.get(first.name)
         if decay is None:
             notes.append(f"the decay of {first.name!r} is unknown: all frames of a group weigh the same")
-        needs_number = not first.is_known or first.name not in decays
+        needs_number = not first.is_known or bool(host.many_numbers(self.net.get_submodule(first.name)))
         return replace(found, decay=(1.0 if decay is None else decay) if needs_number else None, notes=tuple(notes))
 
     def _are_alike(self, surveyed: Survey) -> None:
@@ -172,10 +223,10 @@ class _Planner:
             try:
                 seen = likeness(self.net.get_submodule(name), surveyed.inputs[name][0], found.layout)
             except Exception as error:
-                self.found.convolutions[name] = Left(Code.NOT_RUN, f"it cannot be run alone ({_said(error)})")
+                self.found.convolutions[name] = Refusal(Reason.NOT_RUN, f"it cannot be run alone ({_said(error)})")
                 continue
             kept = replace(found, plain=seen.plain)
-            self.found.convolutions[name] = Left(Code.NOT_ALIKE, seen.problem) if seen.problem else kept
+            self.found.convolutions[name] = Refusal(Reason.NOT_ALIKE, seen.problem) if seen.problem else kept
 
     def _find_steps(self, surveyed: Survey) -> None:
         """Run other batch sizes and other T, where rows are folded, and keep the rules that always find T."""
@@ -198,7 +249,7 @@ class _Planner:
             shown = [(e.rows[name], e.steps[name]) for e in examples if name in e.steps and name in e.rows]
             notes = (*found.notes, "T was seen at one shape only") if len(shown) < 2 else found.notes
             kept = replace(found, of=of, rules=rules, notes=notes)
-            unclear = Left(Code.STEPS_UNKNOWN, f"no rule finds T of a call: (rows, T) were {shown}")
+            unclear = Refusal(Reason.STEPS_UNKNOWN, f"no rule finds T of a call: (rows, T) were {shown}")
             self.found.convolutions[name] = kept if rules else unclear
 
     def _example(self, seen: Survey) -> steps.Example:
@@ -224,8 +275,8 @@ class _Planner:
             found = self.found.shared[name]
             leads = _leads(self.net.get_submodule(name), coded.outputs[name][0])
             read = coded.read(name, leads, found.neurons[0])[0]
-            if isinstance(read, Left):
-                self.found.convolutions[name] = replace(read, why=f"with more samples, {read.why}")
+            if isinstance(read, Refusal):
+                self.found.convolutions[name] = replace(read, detail=f"with more samples, {read.detail}")
             else:
                 self.found.convolutions[name] = replace(found, layout=replace(read, T=found.layout.T, N=1))
 
@@ -255,7 +306,9 @@ class _Planner:
             try:
                 off |= compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, self.found.neurons)
             except Exception as error:
-                self.found.convolutions[name] = Left(Code.NOT_RUN, f"shared at k = 2, the net does not run ({_said(error)})")
+                self.found.convolutions[name] = Refusal(
+                    Reason.NOT_RUN, f"shared at k = 2, the net does not run ({_said(error)})"
+                )
         return off
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType
 from typing import Any, cast
 
 import numpy as np
@@ -22,17 +23,43 @@ TOLERANCE = 1e-5
 
 
 def fresh(module: nn.Module, hooks: bool = True) -> nn.Module:
-    """Return a deep copy that shares the parameters. Without ``hooks``, those of the user's are gone; torch's own stay."""
-    shared: dict[int, Tensor] = {id(p): p for p in module.parameters()}
+    """Return a deep copy that shares the parameters. Without ``hooks``, the user's are gone; torch's and ours stay."""
+    shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     # A tensor that a call left behind, with its graph, has no deep copy.
     shared |= {id(x): x.detach().clone() for x in _kept(module) if x.grad_fn is not None}
     made = copy.deepcopy(module, shared)
+    for part in made.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, FunctionType) and value.__closure__:
+                vars(part)[name] = _rebound(value, shared)
     if not hooks:
         for part in made.modules():
             for held in (part._forward_hooks, part._forward_pre_hooks):
                 # Old weight_norm and pruning compute their weight in a hook.
-                for number in [n for n, hook in held.items() if not type(hook).__module__.startswith("torch.nn.utils")]:
+                for number in [n for n, hook in held.items() if not _is_kept(hook)]:
                     del held[number]
+    return made
+
+
+def _is_kept(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils") or getattr(hook, "of_sj_tac", False)
+
+
+def _rebound(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
+    """Return a function whose closure holds the copies of what it held: a copy of a net shares its functions."""
+    cells = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            held = cell.cell_contents
+            if isinstance(held, MethodType) and id(held.__self__) in copies:
+                cell = CellType(MethodType(held.__func__, copies[id(held.__self__)]))
+            elif isinstance(held, nn.Module) and id(held) in copies:
+                cell = CellType(copies[id(held)])
+        cells.append(cell)
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 
@@ -89,7 +116,13 @@ def undisturbed(net: nn.Module) -> Iterator[None]:
     memories = {module: dict(vars(module)["_memories"]) for module in net.modules() if "_memories" in vars(module)}
     parameters = {p: p.detach().clone() for p in net.parameters()}
     streams = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[], enabled=True), torch.inference_mode(False), torch.enable_grad():
+    with (
+        host.stack_for(net),
+        torch.random.fork_rng(devices=[], enabled=True),
+        torch.autocast("cpu", enabled=False),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         try:
             net.eval()
             yield
@@ -146,11 +179,20 @@ class Call:
         return outputs
 
 
-def run(net: nn.Module, arguments: tuple[Any, ...], hook: Callable[[nn.Module], list[RemovableHandle]] | None = None) -> Any:
-    """Return the output of a copy of ``net``; ``hook`` registers hooks on the copy."""
+def run(
+    net: nn.Module,
+    arguments: tuple[Any, ...],
+    hook: Callable[[nn.Module], list[RemovableHandle]] | None = None,
+    as_they_are: bool = False,
+) -> Any:
+    """Return the output of a copy of ``net``; ``hook`` registers hooks on the copy.
+
+    Args:
+        as_they_are: the arguments themselves are handed to it, not copies.
+    """
     made = fresh(net, hooks=False)
     with hooked([] if hook is None else hook(made)):
-        return made(*copied(arguments))
+        return made(*(arguments if as_they_are else copied(arguments)))
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,21 +55,31 @@ class Survey:
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
-def survey(net: nn.Module, arguments: tuple[Any, ...], looks_at: Callable[[nn.Module], bool] = is_convolution) -> Survey:
+def survey(
+    net: nn.Module,
+    arguments: tuple[Any, ...],
+    looks_at: Callable[[nn.Module], bool] = is_convolution,
+    to_first_neuron: bool = False,
+) -> Survey:
     """Return what a run of a copy of ``net`` shows.
 
     Args:
         looks_at: modules whose inputs are kept. No module above one of them, or above a convolution, is tried as a neuron.
+        to_first_neuron: the run ends behind it.
     """
-    surveyor = _Surveyor(looks_at)
-    with torch.no_grad():
+    surveyor = _Surveyor(looks_at, to_first_neuron)
+    with torch.no_grad(), contextlib.suppress(_Enough):
         run(net, arguments, surveyor.hook)
     return surveyor.found
 
 
+class _Enough(Exception):
+    pass
+
+
 class _Surveyor:
-    def __init__(self, looks_at: Callable[[nn.Module], bool]) -> None:
-        self.found, self.looks_at = Survey(), looks_at
+    def __init__(self, looks_at: Callable[[nn.Module], bool], to_first_neuron: bool) -> None:
+        self.found, self.looks_at, self.to_first_neuron = Survey(), looks_at, to_first_neuron
         self._open: list[Call | None] = []
         self._seen: dict[Hashable, Layout | str] = {}
         self._decays: dict[Hashable, tuple[float, float] | None] = {}
@@ -90,6 +101,8 @@ class _Surveyor:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found = self.found
+        if self.to_first_neuron and found.neurons:
+            raise _Enough
         found.calls[name] = found.calls.get(name, 0) + 1
         x = first((args, kwargs))
         if name in self._closed:
@@ -98,7 +111,7 @@ class _Surveyor:
         if self.looks_at(module) and x is not None:
             found.inputs.setdefault(name, []).append(x.detach())
         is_tried = x is not None and name not in self._closed and found.calls[name] == 1
-        if is_tried and x is not None and _is_known(module):
+        if is_tried and x is not None and _is_one_of_three(module):
             found.neurons[name] = Neuron(name, _known_layout(module, x), x.detach().clone(), is_known=True)
         # The first tensor is what is disturbed: numbers, of rows.
         tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
@@ -112,15 +125,21 @@ class _Surveyor:
         out = first(output)
         if call is None or out is None or any(n.startswith(f"{name}.") for n in found.neurons):
             return
+        is_registered = host.is_registered_neuron(module)
         try:
             layout = self._look(call, out)
         except Exception as error:
-            found.others[name] = f"it cannot be run alone ({type(error).__name__}: {str(error)[:80]})"
-            return
+            layout = f"it cannot be run alone ({type(error).__name__}: {str(error)[:80]})"
         if isinstance(layout, str):
+            if is_registered:  # its class tells
+                found.neurons[name] = Neuron(name, _known_layout(module, call.x), call.x, [_detached(output)], is_known=True)
+                return
             found.others[name] = layout
             return
-        neuron = Neuron(name, layout, call.x, [_detached(output)])
+        neuron = Neuron(name, layout, call.x, [_detached(output)], is_known=is_registered)
+        if is_registered:
+            found.neurons[name] = neuron
+            return
         if (measured := self._decay(call, layout)) is not None:
             neuron.decay, neuron.spread = measured
         found.neurons[name] = neuron
@@ -143,10 +162,9 @@ class _Surveyor:
         return self._decays[key]
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Return whether the class of a neuron tells its layout and its decay."""
-    is_one_of_three = host.kind(module) in neurons.SWAPS and host.is_multi_step(module)
-    return is_one_of_three or host.is_registered_neuron(module)
+def _is_one_of_three(module: nn.Module) -> bool:
+    """Return whether the class of a neuron is SpikingJelly's, and tells its layout and its decay."""
+    return host.kind(module) in neurons.SWAPS and host.is_multi_step(module)
 
 
 def _is_no_neuron(module: nn.Module) -> bool:

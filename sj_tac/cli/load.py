@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.cli.named import UsageError as UsageError, called, factory as factory, listed
-from sj_tac.rewrites.axes import time_axis
+from sj_tac.rewrites.measure.axes import time_axis
 from sj_tac.support import archive
 from sj_tac.tuning.batches import as_labels, fitted, unfit
 from sj_tac.tuning.measure import run

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from sj_tac import host
-from sj_tac.definition import ops
+from sj_tac.definition import ops, saying
 from sj_tac.definition.frames import Frames, forget_calls, note_calls
 from sj_tac.definition.neurons import OperatorNeuron
-from sj_tac.errors import CaptureWarning
+from sj_tac.definition.noted import Matchable, Noted, words
+from sj_tac.errors import ConversionError
 
 LOGITS = "tac_logits"
 
@@ -30,9 +29,12 @@ class Sharing:
         beta: the decay as it was measured, of a neuron whose class is unknown.
         frames: where its frames are; by default [T, N, ...].
         plain: on sums, torch's own forward of its class runs, on folded rows: its own takes T frames alone, and equals that.
+        stretch, rate: behind a collapse, a frame is ``stretch`` rows of those that a neuron counts as steps, and each of
+            these is ``rate`` rows of the tensor (definition/collapse.py). k counts what the neuron counts.
         layer: the convolution's qualified name.
         weights: "decay": ``w_j = beta^(k-1-j) / S_k``; "uniform": ``1 / k``; "learned": the softmax of ``tac_logits`` [k].
         normalize: weights sum to 1. False is the paper's form, without ``/ S_k``.
+        dtype: that its convolution computes in, and its result is rounded to; None for the input's.
         gate: of the net whose calls are captured (rewrites/gate.py); None if none are.
     """
 
@@ -43,8 +45,30 @@ class Sharing:
     beta: float | None = None
     frames: Frames = field(default_factory=Frames)
     plain: bool = False
+    stretch: int = 1
+    rate: int = 1
     layer: str = ""
+    dtype: torch.dtype | None = None
     gate: Any = field(default=None, repr=False, compare=False)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        kind = type(self.neuron)
+        if self.beta is None and not host.has_known_decay(self.neuron):
+            raise ConversionError(
+                f"layer {self.layer!r} shares drives for neurons of {kind.__module__}.{kind.__qualname__}, which is not "
+                "registered in this process: call sj_tac.register_neuron with it, as where the net was converted, before "
+                "the net is loaded"
+            )
+
+    @property
+    def frames_of_group(self) -> int:
+        """How many frames that differ a group has."""
+        return max(1, self.k // self.stretch)
+
+    def by_row(self, logits: Tensor | None) -> Tensor | None:
+        """Return logits [k / stretch] for each row: [k], whose softmax shares a frame's weight out among its equal rows."""
+        return logits if logits is None or self.stretch == 1 else logits.repeat_interleave(self.stretch)
 
     def decay(self, dtype: torch.dtype) -> float | Tensor:
         """Return the neuron's decay: a number, or a tensor if it has a gradient."""
@@ -56,7 +80,7 @@ class Sharing:
     def marked(self, dtype: torch.dtype, logits: Tensor | None) -> tuple[Tensor | None, Tensor | None, float | None]:
         """Return what ``ops.mark`` must hold, whatever k will be: logits, the decay as a tensor, or as a number."""
         if self.weights != "decay":
-            return (logits if self.weights == "learned" else None), None, None
+            return (self.by_row(logits) if self.weights == "learned" else None), None, None
         beta = self.decay(dtype)
         return (None, beta, None) if isinstance(beta, Tensor) else (None, None, beta)
 
@@ -66,7 +90,7 @@ class Sharing:
         if self.weights == "learned":
             if logits is None:
                 raise ValueError(f"weights='learned', and the convolution has no {LOGITS} [k={self.k}]")
-            return [], logits, "logits"
+            return [], self.by_row(logits), "logits"
         if self.weights == "uniform":
             return [1.0] * self.k, None, form
         beta = self.decay(dtype)
@@ -75,7 +99,7 @@ class Sharing:
         return [beta ** (self.k - 1 - j) for j in range(self.k)], None, form
 
 
-class SharedConv(nn.Module):
+class SharedConv(Matchable):
     """Mixin for a convolution class: it runs once for ``sharing.k`` frames.
 
     The convolution itself is the class's own forward, on the G sums of a call instead of its T frames. Where T of a call is
@@ -83,15 +107,37 @@ class SharedConv(nn.Module):
     """
 
     sharing: Sharing
+    _corrected = "bias"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Who makes a layer of a converted layer's class, as peft does, gets one of the source's: it shares nothing.
+        self.__class__ = source_class(type(self))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return frames in the input's layout, equal within each group of k. The input is the first argument."""
         (x, *rest), kwargs = (args, kwargs) if args else ([kwargs[n] for n in [*kwargs][:1]], dict([*kwargs.items()][1:]))
         sharing, captured = self.sharing, torch.compiler.is_dynamo_compiling()
+        frames = sharing.frames
+        if not frames.folded and getattr(self, "step_mode", "m") == "s" and isinstance(self, host.StepModule):
+            if not captured and sharing.k > 1 and getattr(sharing.neuron, "step_mode", "s") == "m":
+                saying.single(sharing.layer)
+            one_step: Tensor = super().forward(x, *rest, **kwargs)
+            return one_step
+        of_call = frames.steps(x) if x.numel() else None
+        if not captured and x.numel():
+            self._say(of_call, x)
+        if of_call is not None and sharing.rate > 1:
+            rows = ops.last_of_each(frames.time_first(x, of_call), sharing.rate, of_call)
+            steps = ops.groups(of_call, sharing.rate)
+            x = frames.back(rows, steps)
+            made = self._shared(x, rest, kwargs, steps)
+            return frames.back(ops.expand(frames.time_first(made, steps), sharing.rate, of_call), of_call)
+        return self._shared(x, rest, kwargs, of_call)
+
+    def _shared(self, x: Tensor, rest: Any, kwargs: dict[str, Any], steps: int | None) -> Tensor:
+        sharing, captured = self.sharing, torch.compiler.is_dynamo_compiling()
         frames, logits = sharing.frames, getattr(self, LOGITS, None)
-        steps = frames.steps(x)
-        if not captured:
-            self._say(steps, x)
         if steps is not None and captured:
             marked = sharing.marked(x.dtype, logits)
             # Nothing stands between the question and the mark: a mark that is not captured cannot run.
@@ -99,26 +145,43 @@ class SharedConv(nn.Module):
                 rows = ops.mark(frames.time_first(x, steps), *marked, steps, sharing.layer)
                 x, steps = frames.back(rows, steps), None
         if steps is None or sharing.k == 1:
-            made: Tensor = super().forward(x, *rest, **kwargs)
-            return made
+            return self._own(x, rest, kwargs)
         weights, by, form = sharing.operands(x.dtype, logits)
         count = ops.groups(steps, sharing.k)
         sums = frames.back(ops.aggregate(frames.time_first(x, steps), weights, by, steps, form), count)
-        made = plainly(self, sums) if sharing.plain else super().forward(sums, *rest, **kwargs)
+        made = self._own(sums, rest, kwargs, sharing.plain)
         return frames.back(ops.expand(frames.time_first(made, count), sharing.k, steps), steps)
+
+    def _own(self, x: Tensor, rest: Any, kwargs: dict[str, Any], plain: bool = False) -> Tensor:
+        """Return the convolution itself, in the dtype that it is to compute in."""
+        dtype = self.sharing.dtype
+        # Under autocast each layer is told its dtype anyway.
+        is_told = torch.is_autocast_enabled(x.device.type)
+        if dtype is not None and x.dtype is torch.float32 and not is_told and torchs_own(self) is not None:
+            return rounded(self, x, dtype)
+        made: Tensor = plainly(self, x) if plain else super().forward(x, *rest, **kwargs)
+        return made
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError(
+            f"layer {self.sharing.layer!r}: nn.DataParallel would give each device a layer that reads the original's neuron"
+            "; use nn.parallel.DistributedDataParallel"
+        )
 
     def _say(self, steps: int | None, x: Tensor) -> None:
         """Warn of a call that shares nothing, or runs no kernels."""
+        ops.refuse_trace()
         sharing = self.sharing
         if steps is None and sharing.k > 1:
-            _say_unknown(sharing.layer, tuple(x.shape))
+            saying.unknown(sharing.layer, tuple(x.shape))
         elif sharing.gate is not None and not ops.is_inside():
-            _say_part(type(sharing.gate.net).__name__)
+            saying.part(type(sharing.gate.net).__name__)
 
     def fit_logits(self) -> None:
         """Give the convolution the logits that its weights need: k of them, at the decay weights, or none."""
         sharing, held = self.sharing, self._parameters.get(LOGITS)
-        wanted = sharing.k if sharing.weights == "learned" and sharing.k > 1 else 0
+        count = sharing.frames_of_group
+        wanted = count if sharing.weights == "learned" and count > 1 else 0
         if wanted != (0 if held is None else len(held)):
             self._parameters.pop(LOGITS, None)
             if wanted:
@@ -128,7 +191,8 @@ class SharedConv(nn.Module):
         """Return logits [k] whose softmax is the decay weights, in the dtype and on the device of the layer's weight."""
         with torch.no_grad():
             beta = torch.as_tensor(self.sharing.decay(torch.float64), dtype=torch.float64, device="cpu")
-            powers = beta ** torch.arange(self.sharing.k - 1, -1, -1)
+            powers = beta ** torch.arange(self.sharing.k - 1, -1, -1, device="cpu")
+            powers = powers.reshape(-1, self.sharing.stretch).sum(1)
             return (powers / powers.sum()).log().to(next(p for p in self.parameters() if p.dim() > 1))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -150,9 +214,16 @@ class SharedConv(nn.Module):
         return (_new, (kind.__bases__[1],), *made[2:]) if kind.__dict__.get("_is_made_here") else made
 
 
+def has_trained_logits(module: nn.Module) -> bool:
+    """Return whether a convolution's learned weights are not those that it began with."""
+    held = module._parameters.get(LOGITS) if isinstance(module, SharedConv) else None
+    return held is not None and not torch.equal(held, module.initial_logits())  # type: ignore[operator]
+
+
 def torchs_own(module: nn.Module) -> type[nn.Module] | None:
     """Return the convolution class of torch's that a module's class extends; None if it extends none."""
-    return next((kind for kind in type(module).__mro__ if kind.__module__ == "torch.nn.modules.conv"), None)
+    modules = "torch.nn.modules.conv", "torch.nn.modules.linear"
+    return next((kind for kind in type(module).__mro__ if kind.__module__ in modules), None)
 
 
 def leading(module: Any, x: Tensor) -> int:
@@ -167,25 +238,15 @@ def plainly(module: nn.Module, x: Tensor) -> Tensor:
     return made.reshape(*x.shape[:rows], *made.shape[1:])
 
 
-def _say_part(root: str) -> None:
-    """Warn that a captured net's own call was gone around; Python shows the same warning once."""
-    warnings.warn(
-        f"a part of this converted {root} was called, or its forward: it runs as it is defined, right and slower. Only a "
-        f"call of the {root} itself runs sj_tac's kernels; call that, or convert the part that you call",
-        CaptureWarning,
-        stacklevel=4,
-    )
-
-
-def _say_unknown(layer: str, shape: tuple[int, ...]) -> None:
-    """Warn that a layer cannot tell frames from samples."""
-    warnings.warn(
-        f"convolution {layer!r} computes what its source does, for it cannot tell T of its rows {list(shape)}: the call's "
-        "shapes are not like those of example_input, or a part of the net was called. Call the net itself, or convert it "
-        "with an example of this kind",
-        CaptureWarning,
-        stacklevel=4,
-    )
+def rounded(module: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return torch's own convolution or Linear in another dtype, as x's: weights, input and result are rounded to it."""
+    weight = module.weight.to(dtype)
+    bias = None if module.bias is None else module.bias.to(dtype)
+    if isinstance(module, nn.Linear):
+        return torch.nn.functional.linear(x.to(dtype), weight, bias).to(x.dtype)
+    rows = leading(module, x)
+    made: Tensor = module._conv_forward(x.to(dtype).flatten(0, rows - 1), weight, bias).to(x.dtype)
+    return made.reshape(*x.shape[:rows], *made.shape[1:])
 
 
 class TACConv1d(SharedConv, host.layer.Conv1d):
@@ -240,6 +301,10 @@ def shared_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class that ``share`` gives a convolution of class ``kind``; for a class of the user's it is made here."""
     if kind in SWAPS:
         return SWAPS[kind]
+    if "weight" in kind.__dict__ and kind.__name__ == f"Parametrized{kind.__bases__[0].__name__}":
+        # torch makes it of the source's class for one module, and gives the module its first base when that ends.
+        names = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")} | {"_is_made_of": kind}
+        return type(kind.__name__, (shared_class(kind.__bases__[0]),), names)
     if kind not in _MADE:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_is_made_here": True}
         _MADE[kind] = type(kind.__name__, (SharedConv, kind), names)
@@ -267,7 +332,12 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
         conv: Any = modules[name]
         if not isinstance(conv, SharedConv):
             conv.__class__ = shared_class(type(conv))
-        conv.sharing = replace(sharing, layer=name)
+        before, wanted = vars(conv).get("sharing"), replace(sharing, layer=name)
+        if before is None:
+            conv.sharing, conv._tac = wanted, Noted(name)
+        else:  # the same object, which a captured call knows
+            vars(before).update(vars(replace(wanted, gate=before.gate)))
+        conv._tac.fits = words("preserve", sharing.k, sharing.weights)
         conv.fit_logits()
     for name in {sharing.frames.of for sharing in plan.values() if sharing.frames.folded}:
         note_calls(modules[name], name)
@@ -278,8 +348,6 @@ def _check(modules: Mapping[str, nn.Module], name: str, sharing: Sharing) -> Non
     conv = modules.get(name)
     if conv is None:
         raise ValueError(f"the net has no module {name!r}")
-    if parametrize.is_parametrized(conv):
-        raise ValueError(f"{name!r} is parametrized: its class is torch.nn.utils.parametrize's own")
     if sharing.beta is None and (problem := host.many_numbers(sharing.neuron)):
         raise ValueError(f"{name!r} drives a neuron with several decays: its {problem}")
     if type(conv) in SWAPS and not _takes_frames(conv) and not sharing.frames.folded:
@@ -293,12 +361,24 @@ def _takes_frames(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or getattr(module, "step_mode", "s") == "m"
 
 
-def undo(net: nn.Module) -> None:
-    """Give each module that ``share`` changed its own class again."""
-    own = {made: kind for kind, made in SWAPS.items()}
+def source_class(made: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a swapped convolution had."""
+    known: type[nn.Module] | None = vars(made).get("_is_made_of")
+    if known is not None:
+        return known
+    if SharedConv in made.__bases__:
+        return next((kind for kind, swap in SWAPS.items() if swap is made), made.__bases__[1])
+    # It was parametrized since: torch made a class of the swapped one.
+    names = {n: v for n, v in vars(made).items() if n not in ("__dict__", "__weakref__")}
+    return type(made.__name__, (source_class(made.__bases__[0]),), names)
+
+
+def undo(net: nn.Module, but: Collection[str] = ()) -> None:
+    """Give each module that ``share`` changed its own class again, but for those of these names."""
+    kept = {id(net.get_submodule(name)) for name in but}
     for module in net.modules():
-        if isinstance(module, SharedConv):
+        if isinstance(module, SharedConv) and id(module) not in kept:
             module._parameters.pop(LOGITS, None)
-            del module.sharing
-            module.__class__ = own.get(type(module)) or type(module).__bases__[1]
+            del module.sharing, module._tac
+            module.__class__ = source_class(type(module))  # type: ignore[assignment]
         forget_calls(module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,8 @@ class Frames:
 class Enter:
     """Forward pre-hook of a module: notes the shapes of the call's inputs under the module's name."""
 
+    of_sj_tac: ClassVar[bool] = True
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -109,6 +111,8 @@ class Enter:
 
 class Leave:
     """Forward hook of a module: forgets what ``Enter`` noted, after an exception as well."""
+
+    of_sj_tac: ClassVar[bool] = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         call = getattr(_CALLS, "call", None)

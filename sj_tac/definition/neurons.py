@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,33 @@ from sj_tac import host
 from sj_tac.definition import ops
 
 
+@dataclass(frozen=True)
+class Merging:
+    """What a neuron does behind, or in, a binary collapse.
+
+    Attributes:
+        rate: R equal frames count as one. steps: K of these make one step, ``h = r + beta^K (v - r) + gamma S_K x``.
+        normalize: False is the paper's form, ``gamma x``.
+    """
+
+    rate: int = 1
+    steps: int = 1
+    normalize: bool = True
+
+
+# Of a surrogate whose gradient is not asked for.
+_ANY = 0, 1.0
+
+
 class OperatorNeuron(nn.Module):
     """Mixin for a neuron class of SpikingJelly: a multi-step call runs ``ops.neuron``.
 
     The call runs SpikingJelly's own steps instead if the operator does not take the neuron as it is now (``problem``).
     """
+
+    merging: Merging | None = None
+    # Noted in front of each captured call (rewrites/gate.py): no value of the surrogate is needed, only its gradient.
+    fires_by_threshold = False
 
     def step_decay(self, dtype: torch.dtype) -> float | Tensor:
         """Return ``host.decay``. The classes below know theirs: no look into the registry."""
@@ -23,7 +46,33 @@ class OperatorNeuron(nn.Module):
 
     def multi_step_forward(self, x_seq: Tensor) -> Tensor:
         """Return the spikes [T, N, ...] of the drives [T, N, ...], and store the last voltage as SpikingJelly does."""
+        if self.merging is None:
+            return self._steps(x_seq)
+        steps, size = x_seq.shape[0], self.merging.rate * self.merging.steps
+        rows = ops.last_of_each(x_seq, size, steps)
+        spikes: Tensor = ops.expand(self._steps(rows) if self.merging.steps == 1 else self._merged(rows, steps), size, steps)
+        return spikes
+
+    def _merged(self, drives: Tensor, steps: int) -> Tensor:
+        """Return one spike for each group of a binary collapse, whose drives [G, N, ...] these are."""
+        merging, wide = self.merging or Merging(), host.wide_dtype(drives.dtype)
+        beta, gain, rest = self.step_decay(wide), host.input_gain(self, wide), host.resting_voltage(self)
+        spikes: list[Tensor] = []  # Dynamo cannot call list[Tensor]
+        history: list[Tensor] = []
+        count, v = ops.groups(steps, merging.rate), _voltage(self, drives)
+        for place, drive in enumerate(drives.to(wide)):
+            length = min(merging.steps, count - place * merging.steps)
+            total = sum(beta**j for j in range(length)) if merging.normalize else 1.0
+            spike, v = host.fire_and_reset(self, rest + beta**length * (v - rest) + gain * total * drive)
+            spikes.append(spike)
+            history.append(v)
+        host.put_state(self, v, history)
+        return torch.stack(spikes).to(drives.dtype)
+
+    def _steps(self, x_seq: Tensor) -> Tensor:
         surrogate = host.fused_surrogate(self)
+        if self.fires_by_threshold and torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled():
+            surrogate = surrogate or _ANY
         if surrogate is None or problem(self, x_seq):
             spikes: Tensor = super().multi_step_forward(x_seq)  # type: ignore[misc]
             return spikes
@@ -36,7 +85,10 @@ class OperatorNeuron(nn.Module):
 
 def _voltage(node: Any, x_seq: Tensor) -> Tensor:
     """Return the stored voltage in the dtype of steps: SpikingJelly would round it to a half input's dtype."""
-    v: Tensor = host.take_state(node, x_seq[:1].to(host.wide_dtype(x_seq.dtype)))
+    wide = x_seq[:1].to(host.wide_dtype(x_seq.dtype))
+    v: Tensor = host.take_state(node, wide)
+    if not isinstance(v, torch.Tensor):  # a whole number, which SpikingJelly leaves as it is
+        return torch.full_like(wide[0], v)
     # Dynamo cannot ask; what stands in front of a captured call does (rewrites/gate.py).
     return v if torch.compiler.is_compiling() else outside_inference(v)
 
@@ -108,4 +160,6 @@ def undo(net: nn.Module) -> None:
     own = {made: kind for kind, made in SWAPS.items()}
     for module in net.modules():
         if type(module) in own:
+            for name in ("merging", "fires_by_threshold"):
+                vars(module).pop(name, None)
             module.__class__ = own[type(module)]

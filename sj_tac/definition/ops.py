@@ -9,6 +9,7 @@ G is T / k, rounded up; the last group may have fewer than k frames. Dimension 0
 frames may be folded ([T * N, C, H, W], n = N) or not ([T, N, C, H, W], n = 1). ``steps`` is T.
 
 Each operator is one node of a captured graph. Its backward recomputes the plain function, and autograd differentiates that.
+Exporters, and modes that look at every operation, are given the plain functions: what torch.export writes needs torch alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor
 
 from sj_tac import host
+from sj_tac.errors import ExportError
+from sj_tac.host import dispatch
 from sj_tac.kernels.checks import refuse_tangents
 
 
@@ -44,7 +47,8 @@ def group_weights(by: Tensor, length: int, form: str) -> Tensor:
 def aggregated(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, form: str) -> Tensor:
     """``aggregate`` as a function of plain PyTorch: ``sum_j w_j x_j``, in the order of j, half inputs in float32."""
     wide = host.wide_dtype(x.dtype)
-    flat = torch.tensor(weights, dtype=wide, device=x.device) if by is None else by.to(wide)
+    # On the CPU, whatever x's device: numbers that are copied to a GPU would have a CUDA graph's recording wait.
+    flat = torch.tensor(weights, dtype=wide, device="cpu") if by is None else by.to(wide)
     k, frames = len(flat), _blocks(x, steps).to(wide)
     whole, sums = steps // k * k, []
     if whole:
@@ -98,6 +102,8 @@ def laid_like(x: Tensor, rows: int) -> Tensor:
 def _operator(name: str, schema: str, function: Callable[..., Any], room: Callable[..., Any]) -> Any:
     """Register ``function`` as the torch operator ``sj_tac::name`` and return it.
 
+    Where torch.export or a mode looks at a call, ``function`` itself runs.
+
     Args:
         function: the operator in plain PyTorch. room: returns empty outputs for the same arguments; also the fake kernel.
     """
@@ -133,7 +139,15 @@ def _operator(name: str, schema: str, function: Callable[..., Any], room: Callab
     made = torch.library.custom_op(f"sj_tac::{name}", body, mutates_args=(), schema=schema)
     made.register_fake(room)
     made.register_autograd(backward, setup_context=setup)
-    return made
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return made(*args)
+        # Exporters, transforms of torch.func and modes, such as counters of operations, look into plain PyTorch.
+        is_plain = torch.compiler.is_compiling() or dispatch.takes_gradients() or dispatch.modes() > 0
+        return (function if is_plain else made)(*args)
+
+    return call
 
 
 def _room_of_sums(x: Tensor, weights: Sequence[float], by: Tensor | None, steps: int, form: str) -> Tensor:
@@ -165,6 +179,12 @@ neuron = _operator(
 )
 
 
+def last_of_each(x: Tensor, k: int, steps: int) -> Tensor:
+    """Return the last frame of each group of k, of frames that are equal within each group: ``aggregate`` by 0, .., 0, 1."""
+    made: Tensor = aggregate(x, [0.0] * (k - 1) + [1.0], None, steps, "plain")
+    return made
+
+
 # --- in captured graphs ------------------------------------------------------------------------------------------------
 
 # In a thread that calls a captured net, ``inside`` is True (rewrites/gate.py); ``marks`` is True while the captured call
@@ -180,6 +200,15 @@ def is_inside() -> bool:
 def is_captured() -> bool:
     """Return whether Dynamo traces this call for sj_tac's own backend, which replaces marks."""
     return torch.compiler.is_dynamo_compiling() and getattr(CAPTURE, "marks", False)
+
+
+def refuse_trace() -> None:
+    """Raise ExportError in a call that torch.jit traces."""
+    if dispatch.tracing() is not None:
+        raise ExportError(
+            "torch.jit.trace, and the ONNX exporter that is built on it, cannot record a converted net: T and the voltages "
+            "of this call would stay in the recording; use sj_tac.export_onnx, or torch.export.export"
+        )
 
 
 def _never_runs(*args: Any) -> Tensor:

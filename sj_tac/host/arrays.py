@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 
@@ -20,8 +19,3 @@ def memory(x: Tensor) -> Any:
     """
     size = x.numel() * x.element_size() if x.data_ptr() else 0
     return (ctypes.c_char * size).from_address(x.data_ptr())
-
-
-def lent(x: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
-    """The numbers of such a tensor in the order of its memory, as an array of ``dtype``; it does not keep it, either."""
-    return np.frombuffer(memory(x), dtype)

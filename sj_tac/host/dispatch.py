@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = {Tensor, nn.Parameter}
-# Devices whose numbers are at hand: to read one of another device is to wait for it.
-AT_HAND = {"cpu"}
 # Looked up once: every small operator asks.
 is_compiling = torch.compiler.is_compiling
 modes, tracing, profiling = (
@@ -19,11 +17,6 @@ modes, tracing, profiling = (
     torch._C._autograd._profiler_enabled,
 )
 transform = torch._C._functorch.peek_interpreter_stack
-
-
-def autocasts(device: str) -> bool:
-    """Whether autocast is on for a kind of device; torch raises where it knows none, as for "meta"."""
-    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def differentiates(*tensors: Tensor | None) -> bool:
@@ -36,30 +29,15 @@ def is_transformed() -> bool:
     return modes() > 0 or tracing() is not None or transform() is not None
 
 
-def is_in_function() -> bool:
-    """True inside a transform of torch.func's, as vmap in a forward; not while torch compiles, which cannot ask."""
-    return not is_compiling() and transform() is not None
-
-
-def unwrapped(x: Tensor) -> Tensor:
-    """What a tensor of a transform of torch.func's holds: of vmap's, all samples; else the tensor itself."""
-    # torch.compile, which a forward may have been through with our hooks, cannot follow these questions.
-    while not is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
+def takes_gradients() -> bool:
+    """True inside torch.func.grad, vjp and the like, which want operators of plain PyTorch."""
+    top = transform()
+    return top is not None and top.key() == torch._C._functorch.TransformType.Grad
 
 
 def is_batched(*gradients: Tensor | None) -> bool:
     """True where one holds many, as torch.autograd.grad(is_grads_batched=True) has them: no transform of torch.func's."""
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)
-
-
-def is_in_grad() -> bool:
-    """True inside torch.func.grad, vjp and jacrev, which differentiate no operator written in Python."""
-    if is_compiling() or transform() is None:
-        return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() == torch._C._functorch.TransformType.Grad for level in levels)
 
 
 def is_plain(x: Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -27,7 +26,6 @@ _IDLE = {
     *("__init__", "extra_repr", "__repr__", "__parameters__", "__orig_bases__", "__firstlineno__", "__static_attributes__"),
     *("__constants__", "__dict__", "__weakref__", "__slots__", "__annotations_cache__", NOTHING_ADDED),
 }
-_METHODS = (FunctionType, classmethod, staticmethod)
 # Plain values, which nothing looks up in a class behind a module's back.
 _CONSTANTS = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
@@ -40,29 +38,6 @@ class Unknown(nn.Module):
 _LEARNED: set[type[nn.Module]] = set()
 
 
-# Convs and Linears with a forward of their own that were tried, and the known class in whose place they stand.
-_STAND_INS: WeakKeyDictionary[nn.Module, type[nn.Module]] = WeakKeyDictionary()
-_WEIGHTED = (*types.CONVS, *types.LINEARS, *types.FOLDED_CONVS, *types.FOLDED_LINEARS)
-
-
-def stand_in(module: nn.Module) -> None:
-    """Let a conv or Linear with a forward of its own count as what it derives from: whoever says so has tried it."""
-    _STAND_INS[module] = weighted_base(type(module))
-
-
-def weighted_base(own: type[nn.Module]) -> type[nn.Module]:
-    """The nearest conv or Linear, the host's or torch's, that a class derives from; the class itself where none is known."""
-    return next((cls for cls in own.__mro__ if cls in _WEIGHTED), own)
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """True for a conv or Linear of a class that overrides something of the known one, with methods of the class alone."""
-    own = type(module)
-    if _known(own)[0] is not None or weighted_base(own) is own:  # type: ignore[arg-type]
-        return False
-    return not any(name in known_methods(own) for name in module.__dict__)  # type: ignore[arg-type]
-
-
 def know(cls: type[nn.Module]) -> None:
     """Count a class among the known ones from now on."""
     _LEARNED.add(cls)
@@ -73,13 +48,13 @@ def kind(module: nn.Module) -> type[nn.Module]:
     """The class that ``module`` behaves as.
 
     That is the nearest class which sj_tac knows, where every class between adds only a constructor, a representation, or
-    plain functions and constants of names that the known one lacks; or what it is a ``stand_in`` for. Otherwise it is the
-    module's own class, or ``Unknown`` where attributes of the instance hide methods (``module.forward = ...``).
+    plain functions and constants of names that the known one lacks. Otherwise it is the module's
+    own class, or ``Unknown`` where attributes of the instance hide methods (``module.forward = ...``).
     """
     own = type(module)
     known, added = _known(own)  # type: ignore[arg-type]
     if known is None:
-        return _STAND_INS.get(module, own) if _STAND_INS else own
+        return own
     held = module.__dict__
     if any(name in known_methods(known) for name in held):  # type: ignore[arg-type]
         return Unknown
@@ -128,8 +103,3 @@ def known_methods(known: Any) -> frozenset[str]:
 def known_class(own: type[nn.Module]) -> type[nn.Module]:
     """The known class that a class is or only constructs otherwise; itself where there is none."""
     return _known(own)[0] or own  # type: ignore[arg-type]
-
-
-def is_added_to(module: Any) -> bool:
-    """True for an instance of the user's own subclass that behaves as a known class."""
-    return kind(module) is not type(module)

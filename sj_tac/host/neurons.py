@@ -44,17 +44,6 @@ def has_known_decay(node: nn.Module) -> bool:
     )
 
 
-def decay_source(node: Any) -> Tensor | None:
-    """The tensor whose gradient ``decay`` keeps: a PLIF's w, or a LIF's tau that is trained; None where it is a number."""
-    if isinstance(node, neuron.ParametricLIFNode):
-        w: Tensor = node.w
-        return w
-    if not isinstance(node, neuron.LIFNode):
-        return None
-    tau = node.tau
-    return tau if isinstance(tau, Tensor) and _is_trained(node, tau) else None
-
-
 def _is_trained(node: Any, tau: Tensor) -> bool:
     # What torch.func puts in a parameter's place is none, and need not say that it wants a gradient.
     return "tau" in node._parameters or tau.requires_grad
@@ -280,6 +269,8 @@ def _evaluates_by_threshold(node: Any) -> bool:
 
 def _is_threshold(function: Any) -> bool:
     if "forward" in getattr(function, "__dict__", ()) or not getattr(function, "spiking", True):
+        return False
+    if getattr(function, "_forward_hooks", None) or getattr(function, "_forward_pre_hooks", None):
         return False
     return type(function) in _FIRING or is_registered_surrogate(function)
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sj_tac.host import kinds
-from sj_tac.host.types import is_multi_step, is_neuron, neuron
+from sj_tac.host.types import neuron
 
-Kind = TypeVar("Kind", bound=type[nn.Module])
 Decay = float | Callable[[Any], Any]
 
 _NEURONS: dict[type[nn.Module], Decay] = {}
 _BATCH_FIRST: set[type[nn.Module]] = set()
-_AFFINE: set[type[nn.Module]] = set()
 # Empty where nobody vouches for any: every layer of every call asks.
 SURROGATES: set[Any] = set()
 # Where a step, or what is none, would show itself.
@@ -35,20 +33,19 @@ def _check_class(kind: Any, name: str) -> None:
 
 
 def register_neuron(kind: Any = None, *, decay: Decay = 1.0, batch_first: bool = False) -> Any:
-    """Let drives be shared for neurons of a class of one's own. Its own forward runs its steps; only ``preserve`` applies.
+    """Tell the decay of a neuron class of one's own, which ``convert`` otherwise measures. Its own forward runs its steps.
 
     ``sj_tac.register_neuron(MyNeuron, decay=0.5)``, or ``@sj_tac.register_neuron(decay=0.5)`` in front of the class.
     Subclasses that add a constructor alone are meant, too. The class promises: handed frames [T, N, ...] it gives as many;
     step t reads no later frame; samples do not look at each other; what a step adds to the membrane is linear in its frame.
-    ``convert`` tries the first three on ``example_input``, which it then needs. The last cannot be seen in spikes: it is the
-    caller's word.
+    Where its steps cannot be measured, ``convert`` believes it.
 
     Args:
         kind: the class; None: a decorator is returned.
         decay: beta, what is left of the membrane after a step, in (0, 1]: a number, or a function of the module that gives
             one. It makes the weights ``beta^(k-1-j) / S_k`` of a group (docs/equations.md).
         batch_first: it is handed, and gives, frames [N, T, ...], as torch's recurrent layers with this argument: its steps
-            are along dimension 1.
+            are along dimension 1. Asked only where its steps cannot be measured.
 
     Raises:
         TypeError: no class of modules.
@@ -68,24 +65,20 @@ def register_neuron(kind: Any = None, *, decay: Decay = 1.0, batch_first: bool =
 
 
 def register_affine(kind: Any = None) -> Any:
-    """Let drives pass modules of a class of one's own, which in eval mode is the same affine map of every sample.
-
-    ``sj_tac.register_affine(MyNorm)``, or ``@sj_tac.register_affine`` in front of the class: a norm, a padding. It may take
-    frames [T, N, ...] or folded ones [T * N, ...], any number of them. ``convert`` tries both promises on ``example_input``,
-    which it then needs.
+    """Do nothing, and warn: ``convert`` measures whether the path to a neuron is affine, for modules of any class.
 
     Args:
-        kind: the class; None: a decorator is returned.
+        kind: the class, which is returned; None: a decorator is returned. No value raises an error.
 
-    Raises:
-        TypeError: no class of modules.
+    Warns:
+        FutureWarning: in every call.
     """
-    if kind is None:
-        return register_affine
-    _check_class(kind, "register_affine")
-    _AFFINE.add(kind)
-    kinds.know(kind)
-    return kind
+    warnings.warn(
+        "sj_tac.register_affine has no effect any more: convert measures what is affine. Remove the call",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return kind if kind is not None else lambda decorated: decorated
 
 
 def register_surrogate(kind: Any = None) -> Any:
@@ -140,26 +133,6 @@ def is_batch_first(module: nn.Module) -> bool:
     return bool(_BATCH_FIRST) and kinds.kind(module) in _BATCH_FIRST
 
 
-def steps_and_batch(module: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
-    """T and N of the shape that a neuron is handed."""
-    first, second = shape[:2]
-    return (second, first) if is_batch_first(module) else (first, second)
-
-
-def is_registered_affine(module: nn.Module) -> bool:
-    return bool(_AFFINE) and kinds.kind(module) in _AFFINE
-
-
-def steps_by_itself(module: nn.Module) -> bool:
-    """True for a spiking neuron in step_mode "m", which is handed frames by definition; and for a registered one."""
-    return (is_neuron(module) or is_registered_neuron(module)) and is_multi_step(module)
-
-
-def is_the_hosts(module: nn.Module) -> bool:
-    """True for a neuron or a norm that this file vouches for."""
-    return kinds.kind(module) in _OF_THE_HOST
-
-
 def decay_of_class(own: type[nn.Module]) -> Decay | None:
     """The decay that was registered for a class or one of its bases; None where none was."""
     for cls in own.__mro__:
@@ -210,16 +183,3 @@ _OWN: dict[str, Decay] = {
 for _name, _decay in _OWN.items():
     if hasattr(neuron, _name):
         register_neuron(getattr(neuron, _name), decay=_decay)
-# In eval mode BatchNorm's map; in training it is handed all frames.
-register_affine(nn.SyncBatchNorm)
-_OF_THE_HOST = {*_NEURONS, *_AFFINE}
-_CONVERTED = "spikingjelly.activation_based.ann2snn.modules"
-
-
-def know_loaded() -> None:
-    """Register what the host has in modules that few import: its converter of ANNs scales drives by one constant."""
-    found = sys.modules.get(_CONVERTED)
-    for name in ("VoltageScaler", "ChannelVoltageScaler") if found is not None else ():
-        scaler = getattr(found, name, None)
-        if scaler is not None and scaler not in _AFFINE:
-            _OF_THE_HOST.add(register_affine(scaler))

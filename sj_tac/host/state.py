@@ -8,7 +8,7 @@ import operator
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -128,9 +128,10 @@ def detached_memories(model: nn.Module) -> dict[int, Any]:
     return memo
 
 
-def _own(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    """Of a module's hooks, those that are part of a converted net."""
-    return OrderedDict((key, hook) for key, hook in hooks.items() if getattr(hook, "of_sj_tac", False))
+def _silence(hooks: dict[int, Any]) -> None:
+    """Take a module's hooks away, in place, but for those that are part of a converted net."""
+    for key in [key for key, hook in hooks.items() if not getattr(hook, "of_sj_tac", False)]:
+        del hooks[key]
 
 
 class _Kept:
@@ -206,7 +207,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _stack_for(model: nn.Module) -> Iterator[None]:
+def stack_for(model: nn.Module) -> Iterator[None]:
     """Room on Python's stack for a deeply nested net: tracing makes some ten calls where the net itself makes three."""
     depth = min(2000, max(name.count(".") for name, _ in model.named_modules()))
     before = sys.getrecursionlimit()
@@ -233,11 +234,11 @@ def looked_at(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
     kept = _Kept(model, [*statistics, *(v for _, held in memories for v in held.values())], kinds)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _stack_for(model):
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), stack_for(model):
         try:
             for module in modules:
-                module.__dict__["_forward_hooks"] = _own(module._forward_hooks)
-                module.__dict__["_forward_pre_hooks"] = _own(module._forward_pre_hooks)
+                _silence(module._forward_hooks)
+                _silence(module._forward_pre_hooks)
             model.eval()
             for now, held in memories:
                 # Clones: a neuron may write into its voltage, and what is put back must be what was there.

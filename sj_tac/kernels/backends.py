@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 
 import torch
 
@@ -53,18 +51,6 @@ def fastest(backend: str, device: torch.device | None, dtype: torch.dtype) -> tu
             warnings.warn(f"{problem}. Until then backend=\"auto\" takes 'reference'", BackendFallbackWarning, stacklevel=3)
         return kernel, problem
     return CUPY, f"there are no compiled kernels for {device}"
-
-
-@contextlib.contextmanager
-def untold() -> Iterator[None]:
-    """Inside, falling back is no news: what runs is a trial of ours, which the user knows nothing of."""
-    before = set(_SAID)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BackendFallbackWarning)
-            yield
-    finally:
-        _SAID.intersection_update(before)
 
 
 def refuse_onnx(operator: str) -> None:

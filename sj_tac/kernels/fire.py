@@ -21,12 +21,12 @@ from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.weights import merged_steps
 
 
-def kernel_problem(node: nn.Module, pool: nn.Module | None, differentiates: bool = True) -> str:
+def kernel_problem(node: nn.Module, pool: nn.Module | None) -> str:
     """Why no compiled kernel can run this neuron and pool; empty where they can."""
     if isinstance(node.v_threshold, Tensor) and (node.v_threshold.dim() or node.v_threshold.requires_grad):
         shape = list(node.v_threshold.shape)
         return f"the compiled kernels know one fixed v_threshold for all neurons, not a tensor {shape} or a trained one"
-    if host.fused_surrogate(node) is None and (differentiates or not host.fires_by_threshold(node)):
+    if host.fused_surrogate(node) is None:
         names = ", ".join(t.__name__ for t in host.FUSED_SURROGATES)
         function: Any = node.surrogate_function
         found = (
@@ -47,27 +47,15 @@ def choose(
     pool: nn.Module | None,
     device: torch.device | None,
     dtype: torch.dtype = torch.float32,
-    differentiates: bool = True,
 ) -> tuple[str, str]:
-    """The kernel that runs there, and why it is not the fastest one. Raises BackendError where a named one cannot.
-
-    Args:
-        differentiates: gradients will be wanted; without them any surrogate will do.
-    """
+    """The kernel that runs there, and why it is not the fastest one. Raises BackendError where a named one cannot."""
     if backends.choose(backend) == reference.NAME:
         return reference.NAME, ""
     fastest, problem = backends.fastest(backend, device, dtype)
-    problem = problem or kernel_problem(node, pool, differentiates)
+    problem = problem or kernel_problem(node, pool)
     if problem and backend != "auto":
         raise BackendError(f"backend={backend!r}: {problem}; use backend=\"auto\", which falls back to 'reference'")
     return (reference.NAME if problem else fastest), problem
-
-
-def plan(backend: str, node: nn.Module, pool: nn.Module | None, weight: Tensor) -> tuple[str, str]:
-    """``choose`` for a chain that is not running yet, by its conv's weight."""
-    # A net that is to run on the GPU may be converted before it is moved there.
-    elsewhere = weight.device.type == "meta" or (backend in backends.ON_CUDA and weight.device.type == "cpu")
-    return choose(backend, node, pool, None if elsewhere else weight.device, weight.dtype)
 
 
 class Call(NamedTuple):
@@ -75,7 +63,6 @@ class Call(NamedTuple):
 
     Attributes:
         lengths: steps on each drive; empty: one on each, however many there are. v: voltages, or None at rest.
-        frame: the dimensions of a frame, where these are no maps: the neuron's numbers may be tensors that go by them.
     """
 
     y: Tensor
@@ -90,16 +77,6 @@ class Call(NamedTuple):
     group: int = 1
     merge: bool = False
     normalize: bool = True
-    frame: Sequence[int] | None = None
-
-
-def as_maps(x: Tensor) -> Tensor:
-    """Frames of any dimension as [T, N, C, H, W], which is what ``fire`` takes: neurons do not look at their neighbours."""
-    if x.dim() == 5:
-        return x
-    if x.dim() <= 3:
-        return x.reshape(*x.shape[:2], math.prod(x.shape[2:]), 1, 1)
-    return x.reshape(*x.shape[:3], math.prod(x.shape[3:]), 1)
 
 
 def _check(call: Call, linear: Tensor | None) -> None:
@@ -115,30 +92,19 @@ def _check(call: Call, linear: Tensor | None) -> None:
 
 
 def _steps(call: Call, linear: Tensor | None, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Spikes of drives behind the affine map, and the last voltages. The neuron meets frames of their own dimensions."""
-    node, maps = call.node, y.shape[1:]
-    frame = maps if call.frame is None else call.frame
-    y = y.reshape(y.shape[0], *frame)
-    v = laid_like(v.reshape(frame), y[0])
+    """Spikes of drives behind the affine map, and the last voltages."""
+    node = call.node
+    v = laid_like(v, y[0])
     if linear is None:
         drives = reference.repeat(y, call.lengths)
         if call.residual is not None:
-            drives = drives + call.residual.to(drives.dtype).view_as(drives)
-        spikes, v = host.steps_on(node, drives, v)
-    else:
-        rest, fired = host.resting_voltage(node), []
-        for drive, (beta, gamma) in zip(y, linear, strict=True):
-            spike, v = host.fire_and_reset(node, rest + beta * (v - rest) + gamma * drive)
-            fired.append(spike)
-        spikes = torch.stack(fired)
-    if call.frame is None:
-        return spikes, v
-    if spikes.shape[1:] != torch.Size(frame):
-        raise ValueError(
-            f"{type(node).__name__} makes frames {list(spikes.shape[1:])} of frames {list(frame)}: a number of it, as "
-            "v_threshold, is a tensor of more places than a frame has; give it a shape that broadcasts to the frame's"
-        )
-    return spikes.reshape(spikes.shape[0], *maps), v.reshape(maps)
+            drives = drives + call.residual.to(drives.dtype)
+        return host.steps_on(node, drives, v)
+    rest, fired = host.resting_voltage(node), []
+    for drive, (beta, gamma) in zip(y, linear, strict=True):
+        spike, v = host.fire_and_reset(node, rest + beta * (v - rest) + gamma * drive)
+        fired.append(spike)
+    return torch.stack(fired), v
 
 
 def run_reference(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -253,7 +219,7 @@ def run(kernel: str, call: Call, linear: Tensor | None = None) -> tuple[Tensor, 
     Raises:
         ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
     """
-    y, node, lengths, v, residual, scale, shift, _, weights, _, merge, normalize, _ = call
+    y, node, lengths, v, residual, scale, shift, _, weights, _, merge, normalize = call
     if residual is not None and (merge or residual.dtype is not y.dtype):
         raise ValueError(
             f"fire got a residual {list(residual.shape)} of {residual.dtype} with drives of {y.dtype}, merge={merge}; it "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,14 +27,6 @@ def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None 
         strides.insert(0, size)
         size *= n
     return like.new_empty_strided(shape, strides, dtype=dtype)
-
-
-def of_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor that nobody else holds, in another shape and no view of it, as ``empty`` gives none."""
-    shaped = x.reshape(shape)
-    if not shaped._is_view():
-        return shaped
-    return torch.ops.aten._unsafe_view.default(x, list(shape)) if torch.is_grad_enabled() else shaped.detach()
 
 
 def laid(x: Tensor, last: bool) -> Tensor:

@@ -83,28 +83,3 @@ def repeat(frames: Tensor, lengths: Sequence[int]) -> Tensor:
         # One frame repeated is a view of it, which nobody could write into.
         return found.clone()
     return found if lengths[-1] == lengths[0] else found[: sum(lengths)]
-
-
-def mean(frames: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The mean of each group of ``lengths[g]`` frames; all lengths but the last are equal. The inverse of ``repeat``.
-
-    It is ``aggregate`` with uniform weights to the last bit.
-    """
-    if all(length == 1 for length in lengths):
-        return frames
-    uniform = [1.0 / lengths[0]] * lengths[0]
-    ragged = lengths[-1] != lengths[0]
-    return aggregate(frames, uniform, [1.0 / lengths[-1]] * lengths[-1] if ragged else ())
-
-
-def mean_of_alike(frames: Tensor, lengths: Sequence[int]) -> Tensor:
-    """``mean`` of groups whose frames should all be alike: to the last bit the frame itself where they are."""
-    if all(length == 1 for length in lengths):
-        return frames
-    firsts = first(frames, lengths)
-    return firsts + mean(frames - repeat(firsts, lengths), lengths)
-
-
-def first(frames: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The first frame of each group: what ``repeat`` was given, where every group holds one frame repeated."""
-    return frames[:: lengths[0]]

@@ -89,28 +89,9 @@ def shared_batch_norm(
     before = None if running_var is None else running_var.clone()
     made = torch.nn.functional.batch_norm(y, running_mean, running_var, weight, bias, True, momentum, eps)
     if before is not None and running_var is not None:
-        # The variance of frames is the batch's own times n / (n - 1), with n k times that of y.
+        # The variance of frames is the batch's own times n / (n - 1), with n as often that of y as a frame is repeated.
         n = y.numel() // y.shape[1]
-        more = (n - 1) / n * (k * n) / (k * n - 1)
+        more = (n - 1) / n * (lengths[0] * n) / (lengths[0] * n - 1)
         with torch.no_grad():
             running_var.data.add_((running_var - before * (1 - momentum)) * (more - 1))
     return made
-
-
-def weighted_batch_norm(norm: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """``norm`` (a torch BatchNorm in training mode) on drives [G, N, C, ...] that count ``lengths[g]`` times each.
-
-    Running statistics move as if every drive had been repeated. Gradients of first order; float32 or float64.
-    """
-    with torch.no_grad():
-        mean, var = statistics(x, lengths)
-        if norm.track_running_stats:
-            norm.num_batches_tracked.add_(1)
-            rate = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-            count = sum(lengths) * x[0, :, 0].numel()
-            # Past the version counter, as torch's own BatchNorm does: another call of the same norm in one graph has saved
-            # the statistics, and does not need them.
-            norm.running_mean.data.lerp_(mean, rate)
-            norm.running_var.data.lerp_(var * (count / (count - 1)), rate)
-    flat: Tensor = _WeightedBatchNorm.apply(x.flatten(0, 1), norm.weight, norm.bias, mean, var, tuple(lengths), norm.eps)
-    return flat.view_as(x)

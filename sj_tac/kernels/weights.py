@@ -60,11 +60,6 @@ def _at_once(beta: Tensor, lengths: tuple[int, ...], normalize: bool) -> Tensor:
     return weights / powers.sum() if normalize else weights
 
 
-def learned_weights(logits: Tensor, frames: int, dtype: torch.dtype) -> list[Tensor]:
-    """Softmax of the last ``frames`` logits of [K]: trainable weights that sum to 1 for whole groups and tails."""
-    return list(torch.softmax(logits[-frames:].to(dtype), 0).unbind())
-
-
 def merged_steps(
     node: nn.Module, lengths: Sequence[int], normalize: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:

@@ -59,7 +59,7 @@ def _tiles(report: Any) -> list[tuple[str, str]]:
 
 def _verdict(v: Any) -> dict[str, Any]:
     known = v.macs_before is not None and v.macs_after is not None
-    why = [f"{v.reason}: {v.detail}" if v.reason else v.detail, *v.obstacles, v.unplanned]
+    why = [f"{v.reason}: {v.detail}" if v.reason else v.detail]
     return {
         "layer": v.layer,
         "status": v.status,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac.errors import BatchError
-from sj_tac.rewrites.axes import time_axis
+from sj_tac.rewrites.measure.axes import time_axis
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
+from sj_tac.definition.ops import expanded, groups
 from sj_tac.errors import BatchError
-from sj_tac.kernels import reference
+from sj_tac.rewrites.gate import as_defined
 from sj_tac.rewrites.pipeline import RECORD
 from sj_tac.rewrites.verify import tensors
 from sj_tac.tuning.batches import Batch
@@ -54,11 +55,9 @@ def all_tensors(net: nn.Module, output: Any, batch: Batch) -> list[Tensor]:
     """Every tensor of an output; of T / k frames, as ``emit: groups`` gives, one for each frame that they stand for."""
     found: list[Tensor] = tensors(output)
     record = net.__dict__.get(RECORD)
-    emits = None if record is None else record.plan.layout.emits
-    if emits is None:
-        return found
-    lengths = tuple(emits.lengths(batch.steps))
-    return [reference.repeat(x, lengths) if x.dim() and len(x) == len(lengths) else x for x in found]
+    size = 1 if record is None else record.plan.decision.groups
+    count = groups(batch.steps, size)
+    return [expanded(x, size, batch.steps) if size > 1 and x.dim() and len(x) == count else x for x in found]
 
 
 class Comparison:
@@ -104,7 +103,7 @@ class Comparison:
         """Outputs of all batches, and the mean rates [C] of neurons."""
         outputs: list[Tensor] = []
         totals: dict[str, Tensor] = {}
-        with host.looked_at(net):
+        with host.looked_at(net), as_defined():
             rates = watch_rates(net)
             torch.manual_seed(self.seed)
             for number, batch in enumerate(self.batches):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.errors import BatchError
 from sj_tac.rewrites.corrections import held, put
+from sj_tac.rewrites.gate import as_defined
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.comparing import all_tensors
 from sj_tac.tuning.fitting import Places, shift_and_scale
@@ -55,7 +56,7 @@ def distil(
     optimizer = torch.optim.Adam([x for pair in moves.values() for x in pair], RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     try:
-        with host.looked_at(converted, trains=True), torch.enable_grad():
+        with host.looked_at(converted, trains=True), as_defined(), torch.enable_grad():
             for parameter in flags:
                 parameter.requires_grad_(False)
             for norm in norms.values():
@@ -89,7 +90,7 @@ def distil(
 
 def _wanted(source: nn.Module, chunks: list[Batch], decode: Decode | None, seed: int) -> list[Tensor]:
     found = []
-    with host.looked_at(source):
+    with host.looked_at(source), as_defined():
         for number, chunk in enumerate(chunks):
             torch.manual_seed(seed + number)
             found.append(_flat(source, chunk, number, decode))

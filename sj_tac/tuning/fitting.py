@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,23 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.kernels.layout import is_channels_last, laid
-from sj_tac.rewrites.chains import Chain
+from sj_tac.definition.convs import torchs_own
+from sj_tac.definition.neurons import OperatorNeuron
 from sj_tac.rewrites.corrections import STATISTICS, held, put
+from sj_tac.rewrites.gate import as_defined
 from sj_tac.rewrites.plan import Plan
-from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.expressions import SharedExpression
-from sj_tac.runtime.groups import Groups
-from sj_tac.runtime.layers import Norm
-from sj_tac.runtime.neurons import UnitModule
-from sj_tac.runtime.runs import Inputs, Run
-from sj_tac.runtime.swaps import is_swapped
-from sj_tac.runtime.values import Frames, Shared
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.measure import run_batch
 
-AVG_POOLS = (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd)
-SKIPPED = "its drive is not that of one norm with no other reader, or comes as ordinary frames"
+SKIPPED = "its drive is not that of one norm of shared frames and, perhaps, a residual"
 # How far the standard deviation of a channel's drive may be stretched, and, as a logarithm, its gain.
 STRETCH, GAIN = (0.2, 5.0), 1.0
 HALVINGS = 8
@@ -34,56 +27,52 @@ HALVINGS = 8
 SILENT = 1e-3
 # Samples on which rates are fitted: every halving runs the neuron on them.
 SAMPLES = 16
-# Numbers of a map from which on sums along it are fast.
-LARGE_MAP = 64
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a converted net can be corrected: its swapped norms, and convolutions without one that have a bias.
+    """Where a converted net can be corrected: BatchNorms of aggregated frames, and biases of convolutions without one.
 
     Attributes:
-        norms, convs: names. norm_of: the norm behind the convolution of that name, where its drive goes to one neuron alone.
-        direct: convolutions with nothing but average pools between norm and neuron. units: neurons that run fused.
+        norms, convs: names. norm_of: by neuron, the norm between it and the one convolution that drives it alone.
+        direct: neurons that have no other input.
     """
 
     norms: tuple[str, ...]
     convs: tuple[str, ...]
     norm_of: Mapping[str, str]
     direct: frozenset[str]
-    units: tuple[str, ...]
 
     @classmethod
     def of(cls, converted: nn.Module, plan: Plan) -> Places:
-        modules = dict(converted.named_modules())
-        # Norms that are swapped, and that no plan speaks of any more, see what they saw in the source.
-        swapped = [n for n, m in modules.items() if is_swapped(m) and isinstance(m._tac, Norm) and n in plan.layout.norms]
-        norms = [n for n in swapped if modules[n].running_mean is not None]
+        modules, measured = dict(converted.named_modules()), plan.measured
+        norms = [n for n in measured.norms if _learns(modules.get(n))]
+        behind = {conv: [n for n in norms if measured.sources.get(n) == {conv}] for conv in plan.places}
         norm_of: dict[str, str] = {}
         convs: list[str] = []
         direct: set[str] = set()
+        drivers = Counter(neuron for name in plan.places for neuron in measured.shared[name].neurons)
         seen: set[int] = set()  # biases: two convolutions may have one
-        for name in plan.layout.drives:
-            chain = plan.chains[name]
-            assert isinstance(chain, Chain)
-            inner = next((n for n in norms if n.startswith(f"{chain.site}.")), None) if chain.site != name else None
-            norm = chain.norm or inner
-            pooled = all(isinstance(modules[between], AVG_POOLS) for between in chain.between)
-            direct |= {name} if chain.direct and pooled else set()
-            if norm in norms:
-                norm_of |= {name: str(norm)} if len(chain.neurons) == 1 and not chain.readout else {}
-            elif (
-                norm is None and chain.site == name and modules[name].bias is not None and id(modules[name].bias) not in seen
-            ):
-                seen.add(id(modules[name].bias))
+        for name in plan.places:
+            driven, bias = measured.shared[name].neurons, getattr(modules[name], "bias", None)
+            if len(behind[name]) == 1 and len(driven) == 1 and drivers[driven[0]] == 1:
+                norm_of[driven[0]] = behind[name][0]
+                direct |= {driven[0]} if measured.sources.get(driven[0]) == {name} else set()
+            any_norm = any(name in measured.sources.get(n, ()) for n in measured.norms)
+            if not any_norm and isinstance(bias, nn.Parameter) and id(bias) not in seen:
+                seen.add(id(bias))
                 convs.append(name)
-        units = tuple(n for n, m in modules.items() if isinstance(m, UnitModule) and not m._tac.head)
-        return cls(tuple(norms), tuple(convs), norm_of, frozenset(direct), units)
+        return cls(tuple(norms), tuple(convs), norm_of, frozenset(direct))
 
     def take(self, converted: nn.Module) -> dict[str, dict[str, Tensor]]:
         """Copies of all that a fit may write, by module."""
         found = {name: held(converted.get_submodule(name), STATISTICS) for name in self.norms}
         return found | {name: held(converted.get_submodule(name), ("bias",)) for name in self.convs}
+
+
+def _learns(module: Any) -> bool:
+    noted = vars(module).get("_tac") if module is not None else None
+    return noted is not None and noted.aggregated and module.running_mean is not None
 
 
 def put_all(converted: nn.Module, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -107,7 +96,7 @@ class Aim:
     def of(cls, source: nn.Module, places: Places, batch: Batch, seed: int, *, rates: bool) -> Aim:
         """``source``: the converted net at k = 1. Raises BatchError where it does not run on the batch."""
         moments: dict[str, tuple[Tensor, Tensor]] = {}
-        with host.looked_at(source):
+        with host.looked_at(source), as_defined():
             for name in places.norms:
                 hook = _noting(moments, name, lambda module, args: _moments(args[0], module))
                 source.get_submodule(name).register_forward_pre_hook(hook)
@@ -124,15 +113,8 @@ def watch_rates(net: nn.Module) -> dict[str, Tensor | None]:
     """Hooks that note the rates [C] of every neuron in step_mode "m", whenever it runs; None of what has no channels."""
     found: dict[str, Tensor | None] = {}
     for name, module in net.named_modules():
-        if isinstance(module, UnitModule):
-            module.register_forward_pre_hook(_noting(found, name, lambda module, args: _unit_rate(module, args[0])))
         if (host.is_neuron(module) or host.is_registered_neuron(module)) and host.is_multi_step(module):
-            # What a unit's pre-hook could not tell.
-            module.register_forward_hook(
-                _noting(
-                    found, name, lambda module, args, out, name=name: _rate(out) if found.get(name) is None else found[name]
-                )
-            )
+            module.register_forward_hook(_noting(found, name, lambda module, args, out: _rate(out)))
     return found
 
 
@@ -145,100 +127,24 @@ def _noting(found: dict[str, Any], name: str, look: Callable[..., Any]) -> Calla
 
 
 def _moments(x: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of every channel of frames, ordinary or compact, weighed by the steps they stand for."""
-    if isinstance(x, Shared) and x.intact and x.is_bare:
-        frames, lengths = x.expression.mapped(), x.expression.groups.frames
-    elif isinstance(x, Frames):
-        frames, lengths = x.expression.make(), ()
-    else:
-        steps = host.is_multi_step(module) and not _folds(module)
-        frames, lengths = x if steps else x[None], ()
-    found = [_of_frame(frame.movedim(_channel(module, frames) - 1, 1)) for frame in frames]
-    mean, var = (torch.stack(values) for values in zip(*found, strict=True))
-    weights = torch.tensor(lengths or [1] * len(mean), dtype=torch.float64, device=mean.device)
-    weights = (weights / weights.sum())[:, None]
-    whole = (weights * mean).sum(0)
-    return whole, ((weights * (var + (mean - whole) ** 2)).sum(0)).sqrt()
-
-
-def _of_frame(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance [C] of [N, C, ...]."""
-    wide = x.float() if x.dtype in (torch.half, torch.bfloat16) else x
-    if x.device.type != "cpu" or not x.numel():
-        var, mean = torch.var_mean(wide, [d for d in range(x.dim()) if d != 1], correction=0)
-    elif x[0, 0].numel() >= LARGE_MAP and x.is_contiguous():
-        return _of_maps(wide.flatten(2))
-    else:  # BatchNorm's own pass, which is several times faster there
-        mean, var = torch.ops.aten.batch_norm_update_stats(wide, None, None, 0.0)
-    return mean.double(), var.double()
-
-
-def _of_maps(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``_of_frame`` of large maps [N, C, S], which lie in one piece: by sums and norms, ten times faster than BatchNorm."""
-    count = x.shape[0] * x.shape[2]
-    mean = x.sum(2).double().sum(0) / count
-    var = torch.linalg.vector_norm(x, dim=2).double().square().sum(0) / count - mean**2
-    near = var < mean**2 / 16  # the difference has lost digits
-    if bool(near.any()):
-        _, exact = torch.ops.aten.batch_norm_update_stats(x[:, near], None, None, 0.0)
-        var[near] = exact.double()
-    return mean, var
+    """Mean and standard deviation of every channel of frames."""
+    frames = x.movedim(_channel(module, x), 0).flatten(1).double()
+    return frames.mean(1), frames.std(1, correction=0)
 
 
 def _channel(module: nn.Module, frames: Tensor) -> int:
-    """The dimension of [T, N, ...] that a norm, a convolution's output or a Linear's features are counted in."""
-    return frames.dim() - 1 if isinstance(module, nn.Linear) else 2
-
-
-def _folds(module: nn.Module) -> bool:
-    """True for one of torch's own modules, which take frames [T * N, ...]."""
-    return not isinstance(module, host.StepModule)
+    """The dimension of frames that a norm, a convolution's output or a Linear's features are counted in."""
+    if isinstance(module, nn.Linear):
+        return frames.dim() - 1
+    if torchs_own(module) is not None:
+        return frames.dim() - int(module.weight.dim()) + 1  # type: ignore[operator]
+    return 2 if isinstance(module, host.StepModule) and host.is_multi_step(module) else 1
 
 
 def _rate(spikes: Any) -> Tensor | None:
     if not isinstance(spikes, Tensor) or spikes.dim() < 3:
         return None
-    frames = spikes.expression.make() if isinstance(spikes, Frames) else spikes
-    return frames.double().mean([d for d in range(frames.dim()) if d != 2])
-
-
-def _unit_rate(unit: Any, x: Any) -> Tensor | None:
-    """The rates of a unit on shared drives, by ``fire`` alone, which makes no frames; None of anything else."""
-    if not isinstance(x, Shared) or not x.intact or _merges(x) or x.folded is not None:
-        return None
-    return fired(unit, x.expression)(None)
-
-
-def _merges(x: Shared) -> bool:
-    """Whether a neuron takes several steps as one: one step alone, of a short call behind a binary collapse, is a step."""
-    return x.merges and max(x.expression.groups.steps) > 1
-
-
-def fired(unit: Any, expression: SharedExpression) -> Callable[[Tensor | None], Tensor]:
-    """The rates [C] of a unit on drives, as a function of a gain [C] on what is not the residual, on the first samples."""
-    # Spread over all of them: samples may be sorted by their class.
-    few = slice(None, None, -(-expression.compact.shape[1] // SAMPLES))
-    compact, groups = _some(expression.compact, few), expression.groups
-    residual = None if expression.residual is None else _some(expression.residual.make(), few)
-    steps = sum(groups.steps)
-    weights, size = unit._tac.mean_weights(Groups((steps,), (steps,)), (compact.dtype, compact.device))
-    noted = expression.affine
-
-    def rates(gain: Tensor | None) -> Tensor:
-        scale, shift = noted if noted is not None else (None, None)
-        if gain is not None:
-            like = gain.to(compact.dtype if noted is None else noted[0].dtype)
-            scale, shift = (like, torch.zeros_like(like)) if noted is None else (noted[0] * like, noted[1] * like)
-        inputs = Inputs(compact, None, residual, scale, shift, unit._parameters.get("w"))
-        mean = Run(unit, inputs, list(groups.steps), False, True)(None, weights, size)[0]
-        return mean.double().mean([d for d in range(mean.dim()) if d != 2])
-
-    return rates
-
-
-def _some(frames: Tensor, few: slice) -> Tensor:
-    """Some samples of frames, in the memory format that all have."""
-    return laid(frames[:, few], frames.dim() == 5 and is_channels_last(frames))
+    return spikes.double().mean([d for d in range(spikes.dim()) if d != 2])
 
 
 class Fit:
@@ -253,10 +159,11 @@ class Fit:
         self.converted, self.places, self.aim = converted, places, aim
         self.moments, self.rates = moments, rates
         self.skipped: dict[str, str] = {}
+        self.drives: dict[str, Tensor] = {}
 
     def __call__(self, batch: Batch, seed: int) -> None:
         """Raises BatchError where the net does not run on the batch."""
-        with host.looked_at(self.converted, trains=True):
+        with host.looked_at(self.converted, trains=True), as_defined():
             get = self.converted.get_submodule
             if self.moments:
                 for name in self.places.norms:
@@ -264,12 +171,15 @@ class Fit:
                 for name in self.places.convs:
                     get(name).register_forward_hook(_own(self._to_mean, name))
             if self.rates:
-                for name in self.places.units:
+                for name, norm in self.places.norm_of.items():
+                    get(norm).register_forward_hook(_own(self._note_drive, name))
+                for name in self.aim.rates:
                     get(name).register_forward_pre_hook(_own(self._to_rates, name))
-                others = [name for name in self.aim.rates if name not in self.places.units]
-                self.skipped |= dict.fromkeys(others, "it runs its own steps")
             torch.manual_seed(seed)
             run_batch(self.converted, batch, 0)
+
+    def _note_drive(self, neuron: str, norm: Any, args: tuple[Any, ...], out: Tensor) -> None:
+        self.drives[neuron] = out
 
     def _to_moments(self, name: str, norm: Any, args: tuple[Any, ...]) -> None:
         """``I' = a (y - m) s0 / s + a m0 + c``, for the source's moments m0, s0 and those here, m, s."""
@@ -280,55 +190,48 @@ class Fit:
         ratio = torch.where(usable, (aimed_std / std.clamp_min(1e-30)).clamp(*STRETCH), 1.0)
         rescale(norm, ratio, torch.where(usable, mean + (center - aimed_mean) / ratio, center))
 
-    def _to_mean(self, name: str, conv: Any, args: tuple[Any, ...], out: Any) -> Any:
+    def _to_mean(self, name: str, conv: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
         """A convolution without a norm can be shifted alone, by its bias."""
         shift = (self.aim.moments[name][0] - _moments(out, conv)[0]).to(conv.bias.dtype)
         put(conv, {"bias": conv.bias + shift})
-        if isinstance(out, Shared):
-            compact = out.expression.mapped()
-            return out.like(compact + shift.view(-1, *[1] * (compact.dim() - 1 - _channel(conv, compact))), out.folded)
-        frames = out[None] if _folds(conv) else out
-        return out + shift.view(-1, *[1] * (frames.dim() - 1 - _channel(conv, frames)))
+        return out + shift.view(-1, *[1] * (out.dim() - 1 - _channel(conv, out)))
 
     def _to_rates(self, name: str, unit: Any, args: tuple[Any, ...]) -> Any:
         """``I' = g I`` per channel, for the gain g that gives the channel the source's rate, found by bisection."""
-        x = args[0]
-        maker = x.maker if isinstance(x, Shared) and x.intact and not _merges(x) else None
-        conv = maker.name if isinstance(maker, Drive) else ""
-        norm_name = self.places.norm_of.get(conv)
-        # With no affine map noted a pool may stand between, but a sum could not be told from one drive.
-        if norm_name is None or (x.expression.affine is None and not (x.is_bare and conv in self.places.direct)):
-            self.skipped[name] = SKIPPED
+        x, own = args[0], self.drives.pop(name, None)
+        if own is None or _merges(unit, x) or not isinstance(unit, OperatorNeuron) or not host.is_multi_step(unit):
+            self.skipped[name] = SKIPPED if isinstance(unit, OperatorNeuron) else "it runs its own steps"
             return None
-        norm: Any = self.converted.get_submodule(norm_name)
-        scale, shift = (value.detach() for value in host.affine(norm, norm._tac._affine))
-        expression: SharedExpression = x.expression
-        noted = expression.affine
-        if noted is not None and not (torch.equal(noted[0], scale) and torch.equal(noted[1], shift)):
-            self.skipped[name] = SKIPPED
-            return None
-        gain = self._gain(name, unit, expression)
-        gain = torch.where(scale.double().abs() > 1e-12, gain, 1.0)
-        # g (a y + c) = g a (y - mu) + b + d, for b = c + a mu and d = (g - 1) b.
-        above = shift.double() + scale.double() * norm.running_mean.double()
-        shift_and_scale(norm, gain, scale.double(), (gain - 1) * above)
-        like = gain.to(scale.dtype)
-        if noted is not None:
-            scaled = SharedExpression(
-                expression.compact, expression.groups, (scale * like, shift * like), expression.residual
-            )
-        else:
-            by_channel = gain.to(expression.compact.dtype).view(-1, *[1] * (expression.compact.dim() - 3))
-            scaled = SharedExpression(expression.compact * by_channel, expression.groups, None, expression.residual)
-        made = Shared.of(scaled, x.means, x.folded)
-        made.__dict__.update({"maker": x.maker, "merges": x.merges, "normalize": x.normalize})
-        return (made, *args[1:])
+        if own.shape != x.shape:
+            # An average pool stands between, or the norm takes folded frames.
+            if name not in self.places.direct and own.numel() != x.numel():
+                self.skipped[name] = SKIPPED
+                return None
+            own = own.reshape(x.shape) if own.numel() == x.numel() else x
+        norm: Any = self.converted.get_submodule(self.places.norm_of[name])
+        scale = 1 / (norm.running_var.double() + norm.eps).sqrt()
+        scale = scale if norm.weight is None else scale * norm.weight.detach().double()
+        bias = torch.zeros_like(scale) if norm.bias is None else norm.bias.detach().double()
+        gain = torch.where(scale.abs() > 1e-12, self._gain(name, unit, own, x - own), 1.0)
+        # g (a (y - mu) + b) = g a (y - mu) + b + d, for d = (g - 1) b.
+        shift_and_scale(norm, gain, scale, (gain - 1) * bias)
+        return (own * _by_channel(gain, own) + (x - own), *args[1:])
 
-    def _gain(self, name: str, unit: Any, expression: SharedExpression) -> Tensor:
+    def _gain(self, name: str, unit: Any, own: Tensor, residual: Tensor) -> Tensor:
         """The gain [C] of the drive's own branch that gives every channel its rate; 1 where it comes no nearer."""
-        aimed, rates = self.aim.rates[name], fired(unit, expression)
+        # Spread over all samples: they may be sorted by their class. Behind a binary collapse equal frames are one step.
+        each, few = slice(None, None, _rows(unit)), slice(None, None, -(-own.shape[1] // SAMPLES))
+        own, residual, aimed = own[each, few].detach(), residual[each, few].detach(), self.aim.rates[name]
+        rest = torch.full_like(own[0], host.resting_voltage(unit), dtype=host.wide_dtype(own.dtype))
+
+        def rates(gain: Tensor) -> Tensor:
+            drives = own * _by_channel(gain, own) + residual
+            found = _rate(host.steps_on(unit, drives, rest)[0])
+            assert found is not None
+            return found
+
         low, high = torch.full_like(aimed, -GAIN), torch.full_like(aimed, GAIN)
-        before = rates(None)
+        before = rates(torch.ones_like(aimed))
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             less = rates(middle.exp()) < aimed
@@ -337,6 +240,22 @@ class Fit:
         after = rates(found)
         nearer = ((after - aimed).abs() < (before - aimed).abs()) & (aimed > SILENT) & (before > 0)
         return torch.where(nearer, found, torch.ones_like(found))
+
+
+def _rows(unit: Any) -> int:
+    """How many equal frames are one step of a neuron."""
+    merging = getattr(unit, "merging", None)
+    return 1 if merging is None else int(merging.rate)
+
+
+def _merges(unit: Any, x: Tensor) -> bool:
+    """Whether a neuron takes several steps of these drives as one."""
+    merging = getattr(unit, "merging", None)
+    return merging is not None and merging.steps > 1 and x.shape[0] > merging.rate
+
+
+def _by_channel(gain: Tensor, frames: Tensor) -> Tensor:
+    return gain.to(frames.dtype).view(-1, *[1] * (frames.dim() - 3))
 
 
 def rescale(norm: Any, ratio: Tensor, mean: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sj_tac import host
+from sj_tac.rewrites.gate import as_defined
 from sj_tac.tuning.batches import Batch, collect
 from sj_tac.tuning.measure import firing, run, run_batch
 
@@ -87,7 +88,7 @@ def _one(net: nn.Module, batch: Batch) -> dict[str, float]:
 
         return note
 
-    with host.looked_at(net):
+    with host.looked_at(net), as_defined():
         for name, module in _leaves(net).items():
             module.register_forward_pre_hook(lambda module, args: entered.append(now()))
             module.register_forward_hook(leave(name))

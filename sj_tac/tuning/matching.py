@@ -13,13 +13,12 @@ from rich.table import Table
 from torch import nn
 
 from sj_tac import host
+from sj_tac.definition.neurons import OperatorNeuron
+from sj_tac.definition.noted import Noted
 from sj_tac.errors import BatchError, ConversionError, MeasurementInterrupted, PolicyError, interrupted, refuse_unknown
 from sj_tac.policy import nearest
 from sj_tac.rewrites.corrections import MATCH, RECALIBRATE, Correction, is_as_made, loaded_matched, take_back
 from sj_tac.rewrites.pipeline import Record, at_k_1, record_of
-from sj_tac.runtime.drives import Drive
-from sj_tac.runtime.layers import Norm
-from sj_tac.runtime.neurons import UnitModule
 from sj_tac.support.memory import kept_meanwhile
 from sj_tac.support.printing import Shown
 from sj_tac.tuning.batches import Batch, collect
@@ -193,8 +192,7 @@ class Matcher:
         for name in plain:
             if any(not torch.equal(plain[name][key], value) for key, value in tried.fits[best][name].items()):
                 role: Any = converted.get_submodule(name)._tac
-                moved = isinstance(role, Norm) and role.moved
-                record.corrected[name] = Correction(MATCH, plain[name], tried.fits[best][name], moved)
+                record.corrected[name] = Correction(MATCH, plain[name], tried.fits[best][name], role.moved)
                 role.matched = role.fits
         made = Match(
             method=best,
@@ -235,7 +233,7 @@ class Matcher:
 
 def usual(converted: nn.Module) -> tuple[str, ...]:
     """The one method that is right for most nets of these neurons: rates for IF with hard reset, else moments."""
-    nodes = [m for m in converted.modules() if isinstance(m, UnitModule) and not m._tac.head]
+    nodes = [m for m in converted.modules() if isinstance(m, OperatorNeuron)]
     hard = [m for m in nodes if isinstance(m, host.neuron.IFNode) and m.v_reset is not None]
     return ("rates",) if 2 * len(hard) > len(nodes) else ("moments",)
 
@@ -244,7 +242,7 @@ def usual(converted: nn.Module) -> tuple[str, ...]:
 def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Iterator[None]:
     """Put everything back that a fit writes, where it fails."""
     held, corrected = places.take(converted), dict(record.corrected)
-    noted = [(role, role.matched, isinstance(role, Norm) and role.moved) for role in _roles(converted)]
+    noted = [(role, role.matched, role.moved) for role in _noted(converted)]
     try:
         yield
     except BaseException:
@@ -252,15 +250,12 @@ def _all_or_nothing(converted: nn.Module, record: Record, places: Places) -> Ite
         record.corrected.clear()
         record.corrected.update(corrected)
         for role, matched, moved in noted:
-            role.matched = matched
-            if isinstance(role, Norm):
-                role.moved = moved
+            role.matched, role.moved = matched, moved
         raise
 
 
-def _roles(converted: nn.Module) -> list[Norm | Drive]:
-    roles = (module.__dict__.get("_tac") for module in converted.modules())
-    return [role for role in roles if isinstance(role, (Norm, Drive))]
+def _noted(converted: nn.Module) -> list[Noted]:
+    return [m.__dict__["_tac"] for m in converted.modules() if isinstance(m.__dict__.get("_tac"), Noted)]
 
 
 def _refuse_others(converted: nn.Module, record: Record) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import BatchError
+from sj_tac.rewrites.gate import as_defined
 from sj_tac.tuning.batches import Batch
 
 INSTANCES = 3
@@ -98,7 +99,7 @@ def is_scores(output: Any, batch: Batch) -> bool:
 
 
 def firing(net: nn.Module, batches: Sequence[Batch]) -> dict[str, tuple[float, float]]:
-    """Spikes per neuron and step of every spiking layer, with its neurons per sample. Chains run unfused meanwhile."""
+    """Spikes per neuron and step of every spiking layer, with its neurons per sample."""
     totals: dict[str, list[float]] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -109,7 +110,7 @@ def firing(net: nn.Module, batches: Sequence[Batch]) -> dict[str, tuple[float, f
 
         return count
 
-    with host.looked_at(net):
+    with host.looked_at(net), as_defined():
         handles = [m.register_forward_hook(hook(n)) for n, m in net.named_modules() if isinstance(m, host.neuron.BaseNode)]
         try:
             for batch in batches:

@@ -175,10 +175,12 @@ class Trials:
         """
         plan = record_of(self.reference, "search").plan
         policy = self.space.policy(choices)
-        layout = plan.under(self.reference, {n: s for n, (s, _) in policy.resolve(list(plan.chains)).items()}).layout
-        if any(name in layout.refused for name, choice in choices.items() if choice != KEEP):
+        settings = {n: s for n, (s, _) in policy.resolve(list(plan.measured.convolutions)).items()}
+        found = plan.under(self.reference, settings).decision
+        if any(name in found.refused for name, choice in choices.items() if choice != KEEP):
             return None
-        return frozenset((name, place.frames, place.span, place.out) for name, place in layout.drives.items())
+        points = [(name, point.span, point.merging, point.at) for name, point in found.points.items()]
+        return frozenset([*points, *((name, place.frames, place.span) for name, place in found.places.items())])
 
     def net(self, choices: Choices) -> nn.Module:
         """The candidate converted, with MACs in its report. Raises PolicyError where a layer refuses."""

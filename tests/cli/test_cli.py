@@ -224,7 +224,7 @@ WRONG = [
     (2, "--match needs --data", ["convert", NET, "--out", "o.pt", "--match"]),
     (2, "--recalibrate needs --data", ["convert", NET, "--out", "o.pt", "--recalibrate"]),
     (2, "Invalid value for '--rounds'", ["bench", NET, "--data", "x.npy", "--rounds", "0"]),
-    (1, "no chain of", ["convert", "mine:bare", "--out", "o.pt"]),
+    (1, "no convolution of", ["convert", "mine:bare", "--out", "o.pt"]),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
-from support import csnn, frames
+from support import conv as plain_conv, csnn, frames
 
 import sj_tac
 from sj_tac import experimental
@@ -101,7 +101,7 @@ def test_single_steps_are_the_multi_step_and_gradients_reach_every_parameter():
         (lambda: BiquadNode(2, angle=4.0), r"angle=4\.0"),
         (lambda: BiquadNode(2)(torch.zeros(3, 1, 5, 2)), r"2 channels got frames \[3, 1, 5, 2\]"),
         (lambda: experimental.replace(csnn(), "FFT"), "'FFT'; it knows"),
-        (lambda: experimental.replace(torch.nn.Sequential(torch.nn.Linear(2, 2)), "FTC"), "alone drives a neuron"),
+        (lambda: experimental.replace(torch.nn.Sequential(plain_conv()), "FTC"), "alone drives a neuron"),
     ],
 )
 def test_errors_name_the_value(make, text):

@@ -9,8 +9,8 @@ from support import awake, conv, frames, node, norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sj_tac.experimental import graph
-from sj_tac.rewrites.gate import detach
+import sj_tac
+from sj_tac.rewrites.gate import detach, gate_of
 
 M = {"step_mode": "m"}
 OPTIONS = {"surrogate_function": surrogate.ATan(), "detach_reset": True}
@@ -53,7 +53,18 @@ def source(name, dtype=torch.float64):
     return awake(net.to(dtype).eval(), x), x
 
 
-def pair(net, x, k=2, convert=graph.convert):
+def convert(net, k=2, **options):
+    """The net with k in every layer."""
+    return sj_tac.convert(net, "preserve", k, **options)
+
+
+def graphs(net):
+    """What was captured of a net's calls."""
+    gate = gate_of(net)
+    return [] if gate is None else gate.capture.graphs
+
+
+def pair(net, x, k=2, convert=convert):
     """The captured net, and the same net that runs as it is defined."""
     fast = convert(net, k, example_input=x)
     slow = copy.deepcopy(fast)
@@ -97,12 +108,12 @@ def agree(fast, slow, x, training=False, calls=1, tolerance=1e-9):
 
 def code(net):
     """The Python of all graphs of a net."""
-    return "\n".join(found.code for found in graph.graphs(net))
+    return "\n".join(found.code for found in graphs(net))
 
 
 def fused(net, which=-1):
     """How many neurons of a graph run in kernels, and how many do not."""
-    text = graph.graphs(net)[which].code
+    text = graphs(net)[which].code
     lines = text.splitlines()
     return sum("= sj_tac_rewrites_lower_run" in line for line in lines), text.count("neuron_steps")
 
@@ -128,14 +139,14 @@ def trained(rank, net, file, found):
         parallel((torch.rand(4, 2, 2, 4, 4) < 0.5).float()).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    captured = len(graph.graphs(net))
+    captured = len(graphs(net))
     norms = [p.detach().double().norm().item() for p in net.parameters()]
     found[rank] = captured, fused(net) if captured else (0, 0), norms
     torch.distributed.destroy_process_group()
 
 
 def captures(net):
-    return len(graph.graphs(net))
+    return len(graphs(net))
 
 
 class Blocks(nn.Module):

@@ -12,7 +12,7 @@ from support import only_v2
 from sj_tac.definition import ops
 from sj_tac.rewrites import equations
 from sj_tac.rewrites.capture import copied
-from sj_tac.rewrites.equations import absorb, fuse, marks, nodes, reshapes, sink, writes
+from sj_tac.rewrites.equations import absorb, fuse, marks, nodes, repeats, reshapes, sink, writes
 from sj_tac.rewrites.lower import lower
 
 pytestmark = only_v2
@@ -97,6 +97,12 @@ def test_an_expand_sinks_below_what_treats_frames_alike(sizes, maps):
     assert targets[-2] is nodes.EXPAND
 
 
+def test_an_expand_sinks_below_casts():
+    """As of a convolution that computes in half precision: else it would run on all frames."""
+    targets = check(lambda x0: F.relu(ops.expand(x0, 2, 3).to(torch.float64)), (rand(2, 4),), sink.sink)
+    assert targets[-2] is nodes.EXPAND
+
+
 @given(SIZES, st.sampled_from(["same", "other k", "residual", "number"]))
 def test_sums_of_expands_are_expands_of_sums_of_the_same_groups(sizes, kind):
     T, k, N = sizes
@@ -125,6 +131,54 @@ def test_an_aggregate_of_an_expand_of_the_same_groups_is_what_was_expanded(sizes
     targets = check(f, (rand(ops.groups(T, k) * N, 3),), sink.sink)
     kept = kind in ("other k", "other T") or (kind == "plain" and k > 1)
     assert (nodes.AGGREGATE in targets) == kept
+
+
+@given(SIZES, st.sampled_from(["repeat", "expand", "new dimension", "features too", "rows"]))
+def test_an_image_that_is_repeated_is_an_expand(sizes, kind):
+    T, _, N = sizes
+    calls = {
+        "repeat": lambda x: x.repeat(T, 1, 1),
+        "expand": lambda x: x.expand(T, -1, -1),
+        "new dimension": lambda x: x.squeeze(0).repeat(T, 1, 1),
+        "features too": lambda x: x.repeat(T, 1, 2),
+        "rows": lambda x: x.flatten(0, 1).repeat(T, 1),
+    }
+
+    def f(x0):
+        return calls[kind](x0) * 2
+
+    targets = check(f, (rand(1, N, 3),), repeats.repeat)
+    assert (nodes.EXPAND in targets) == (T > 1 and (kind not in ("features too", "rows") or (kind == "rows" and N == 1)))
+
+
+@given(SIZES, st.sampled_from(["normalized", "logits", "plain, of sum 1", "plain"]))
+def test_an_aggregate_of_a_repeated_image_is_the_image(sizes, kind):
+    T, k, N = sizes
+    form = kind.partition(",")[0]
+    weights = {"normalized": [0.5**j for j in range(k)], "plain": [0.5**j for j in range(k)], "logits": []}.get(
+        kind, [1 / k] * k
+    )
+
+    def f(x0, x1):
+        return ops.aggregate(ops.expand(x0, T, T), weights, x1.detach() if kind == "logits" else None, T, form) * 2
+
+    targets = check(f, (rand(N, 3), rand(k)), repeats.share)
+    kept = form == "plain" and (T % k > 0 or (kind == "plain" and k > 1))
+    assert (nodes.AGGREGATE in targets) == kept
+    assert (nodes.EXPAND in targets) == (kept or ops.groups(T, k) > 1)
+
+
+@given(SIZES, st.booleans())
+def test_an_expand_of_an_expand_of_one_image_is_one_expand(sizes, folded):
+    T, k, N = sizes
+    G = ops.groups(T, k)
+
+    def f(x0):
+        x = ops.expand(x0, G, G)
+        return ops.expand(x.view(G, N, 3).flatten(0, 1) if folded else x, k, T) * 2
+
+    targets = check(f, (rand(N, 3),), repeats.share)
+    assert targets.count(nodes.EXPAND) == 1
 
 
 @settings(max_examples=12)  # Numba compiles each combination of a neuron's operands

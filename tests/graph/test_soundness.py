@@ -7,15 +7,16 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from captured import graphs
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+import sj_tac
 from sj_tac.errors import CaptureWarning
-from sj_tac.experimental import graph
 
-pytestmark = only_v2
+pytestmark = [only_v2, pytest.mark.captured]
 X, Y = (frames(6, 2, 2, 8, 8, dtype=torch.float64, seed=seed) for seed in (3, 4))
 FACTOR = 1.0
 
@@ -183,10 +184,14 @@ def both():
     source = made()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaptureWarning)
-        yield graph.convert(source, 1, example_input=X), source
+        yield sj_tac.convert(source, "preserve", 1, example_input=X), source
 
 
-@pytest.mark.parametrize("what", CHANGES)
+# Three captures each.
+SOME = [name if i % 2 else pytest.param(name, marks=pytest.mark.exhaustive) for i, name in enumerate(CHANGES)]
+
+
+@pytest.mark.parametrize("what", SOME)
 def test_a_change_between_two_calls(both, what):
     training = what not in ("inference mode", "a voltage")
     same(both, X, training)
@@ -248,10 +253,10 @@ def test_watchers_of_a_call_are_served_by_the_definition(both):
     handle.remove()
     for net in both:
         functional.reset_net(net)
-    number = len(graph.graphs(fast))
+    number = len(graphs(fast))
     with torch.no_grad():
         torch.testing.assert_close(fast(X.as_subclass(Watched)).as_subclass(torch.Tensor), source(X))
-    assert len(graph.graphs(fast)) == number
+    assert len(graphs(fast)) == number
 
 
 def test_hooks_on_gradients_see_those_of_the_definition(both):

@@ -6,16 +6,17 @@ import warnings
 
 import pytest
 import torch
-from captured import NETS, Blocks, X, agree, blocks, captures, code, fused, pair, source, trained, wide
+from captured import NETS, Blocks, X, agree, blocks, captures, code, fused, graphs, pair, source, trained, wide
 from spikingjelly.activation_based import functional
 from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
 
+import sj_tac
 from sj_tac.errors import CaptureWarning
-from sj_tac.experimental import graph
 from sj_tac.rewrites import equations
+from sj_tac.rewrites.equations import nodes
 
-pytestmark = only_v2
+pytestmark = [only_v2, pytest.mark.captured]
 every_net = pytest.mark.parametrize("name", NETS)
 each_net = pytest.mark.parametrize(
     "name", ["dvs", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("sew", "spikformer"))]
@@ -54,6 +55,39 @@ def test_1_a_checkpoint_draws_the_same_dropout_again():
     assert kept["checkpointed"] < kept["kept"]
 
 
+class Repeats(nn.Module):
+    """A net that is handed images, and repeats them T times by itself."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+        self.body = nn.Sequential(conv(2, 6, padding=1), norm(6), node("lif"), conv(6, 6, padding=1), norm(6), node("lif"))
+
+    def forward(self, x):
+        return self.body(self.times(x))
+
+
+TIMES = {
+    "repeat": lambda x: x.unsqueeze(0).repeat(6, 1, 1, 1, 1),
+    "repeat to a new dimension": lambda x: x.repeat(6, 1, 1, 1, 1),
+    "expand": lambda x: x.unsqueeze(0).expand(6, -1, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("how", TIMES)
+def test_2_a_net_that_repeats_an_image_runs_its_first_convolution_once(how, k):
+    torch.manual_seed(0)
+    image = X[0]
+    fast, slow = pair(awake(Repeats(TIMES[how]).double().eval(), image), image, k)
+    agree(fast, slow, image, calls=2)
+    for found in sj_tac.report(fast).graphs:
+        graph = found.rewritten[found.capture.key].graph
+        rows = [nodes.shape(node)[0] for node in graph.nodes if node.target is torch.conv2d]
+        assert rows == [2, 2 * 6 // k], found.code
+    assert fused(fast) == (2, 0)
+
+
 def test_2_a_relu_in_place_leaves_all_neurons_fused():
     fast, slow = pair(blocks(checkpointed=(), inplace=True), X, convert=every_convolution)
     agree(fast, slow, X, training=True, calls=2)
@@ -70,8 +104,8 @@ def every_convolution(net, k, example_input):
     of = {f"blocks.{i}.0": convs.Sharing(k, net.neurons[i]) for i in range(3)}
     neurons.swap(net)
     convs.share(net, of)
-    net.register_forward_pre_hook(Attach())
-    attach(net)
+    net.register_forward_pre_hook(Attach("auto"))
+    attach(net, "auto")
     return net
 
 
@@ -120,7 +154,7 @@ def test_4_another_k_captures_nothing(name):
     number = captures(fast)
     for k in (4, 1, 2, 3):
         for each in (fast, slow):
-            graph.set_k(each, k)
+            sj_tac.set_k(each, k)
             functional.reset_net(each)
         agree(fast, slow, x)
     assert captures(fast) == number
@@ -142,7 +176,7 @@ class Breaks(nn.Module):
 
 def test_5_nets_of_one_class_with_a_graph_break_have_graphs_of_their_own():
     torch.manual_seed(0)
-    nets = [pair(awake(Breaks().double().eval(), X), X, k=k) for k in [1, 2, 3] * 7]
+    nets = [pair(awake(Breaks().double().eval(), X), X, k=k) for k in [1, 2, 3] * 3]
     for fast, slow in nets:
         agree(fast, slow, X)
         assert captures(fast) == 2, "two pieces"
@@ -178,7 +212,7 @@ def test_6_two_processes_train_a_net_that_is_sent_to_them_in_one_graph(tmp_path)
     assert sum(p.numel() * p.element_size() for p in net.parameters()) > 30e6
     results = {}
     for fuse in (True, False):
-        fast = graph.convert(net, 2, example_input=frames(4, 2, 2, 4, 4), fuse=fuse)
+        fast = sj_tac.convert(net, "preserve", 2, example_input=frames(4, 2, 2, 4, 4), fuse=fuse)
         found = torch.multiprocessing.get_context("spawn").Manager().dict()
         torch.multiprocessing.spawn(trained, (fast, str(tmp_path / f"store{fuse}"), found), nprocs=2)
         results[fuse] = dict(found)
@@ -216,7 +250,7 @@ def test_7_the_nets_own_compile_method_says_that_it_changes_nothing(name):
         fast.compile(backend="eager")
     agree(fast, slow, x)
     assert captures(fast) == 1
-    back = graph.restore(fast)
+    back = sj_tac.restore(fast, inplace=True)
     back.compile(backend="eager")
     assert back._compiled_call_impl is not None, "the method is torch's again"
 
@@ -237,7 +271,7 @@ def test_8_an_error_in_an_equation_is_a_warning_and_the_definition(name, monkeyp
     torch._dynamo.reset()
     with pytest.warns(CaptureWarning, match="equation broken, layer .*a fault of ours"):
         agree(fast, slow, x)
-    assert graph.graphs(fast)[-1].problem
+    assert graphs(fast)[-1].problem
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         agree(fast, slow, x)

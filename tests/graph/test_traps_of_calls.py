@@ -11,16 +11,16 @@ import weakref
 
 import pytest
 import torch
-from captured import NETS, X, agree, blocks, captures, fused, pair, seen, source
+from captured import NETS, X, agree, blocks, captures, fused, graphs, pair, seen, source
 from spikingjelly.activation_based import functional
 from support import frames, only_v2
 
+import sj_tac
 from sj_tac.definition.convs import SharedConv
 from sj_tac.errors import CaptureWarning, ConversionError
-from sj_tac.experimental import graph
 from sj_tac.rewrites.gate import gate_of
 
-pytestmark = only_v2
+pytestmark = [only_v2, pytest.mark.captured]
 every_net = pytest.mark.parametrize("name", NETS)
 
 
@@ -48,7 +48,7 @@ def test_9_a_part_of_a_net_runs_as_it_is_defined_and_says_so(name):
         for each in (fast, slow):
             functional.reset_net(each)
         agree(fast, slow, x)
-        graph.restore(fast).forward(x)
+        sj_tac.restore(fast, inplace=True).forward(x)
 
 
 @every_net
@@ -145,7 +145,6 @@ def test_11_two_threads_call_a_net_with_other_steps_at_once():
 
     def work(steps):
         for _ in range(5):
-            functional.reset_net(fast)
             try:
                 with torch.no_grad():
                     found.setdefault(steps, set()).add(len(fast(frames(steps, 2, 2, 8, 8, dtype=X.dtype))))
@@ -175,6 +174,6 @@ def test_12_an_error_is_the_users_own(monkeypatch):
 def test_14_a_graph_shows_its_code_and_names_layers():
     fast, _ = pair(blocks(checkpointed=()), X)
     fast(X)
-    text = graph.graphs(fast)[0].code
+    text = graphs(fast)[0].code
     assert "conv2d" in text
     assert "blocks_modules_0_modules_0_parameters_weight" in text

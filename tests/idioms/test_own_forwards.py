@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from idioms.miniatures import grouped
 from idioms.own_forwards import Branching, FoldedStandardised, Masked, Standardised
 from spikingjelly.activation_based import functional, layer
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import sj_tac
-from sj_tac.errors import ConversionError
 
 LIF = {"v_threshold": 0.2}
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -105,40 +103,24 @@ class Placed(nn.Conv2d):
 
 
 REFUSED = {
-    "looks for zeros": (Submanifold, "it is not affine"),
-    "delay": (Delayed, "its samples or steps look at each other"),
-    "more channels": (Placed, "it is handed [18, 4, 8, 8], where its class says 5 channels"),
-    "quantised input": (bent("Quantised", lambda self, x, f: f((x * 4).round() / 4)), "it is not affine"),
-    "mean of the batch": (bent("Centered", lambda self, x, f: f(x - x.mean(0))), "its samples or steps look at each other"),
-    "dropout": (bent("Dropping", lambda self, x, f: F.dropout(f(x), 0.5, self.training)), "look at each other in training"),
-    "neuron": (WithNeuron, "it is not affine"),
-    "written input": (bent("Writing", lambda self, x, f: f(x.mul_(0.5))), "it writes into what it is handed"),
-    "two outputs": (bent("Pair", lambda self, x, f: (f(x), x)), "it does not run on"),
+    "looks for zeros": (Submanifold, "NOT_AFFINE"),
+    "delay": (Delayed, "NOT_ALIKE"),
+    "quantised input": (bent("Quantised", lambda self, x, f: f((x * 4).round() / 4)), "NOT_AFFINE"),
+    "mean of the batch": (bent("Centered", lambda self, x, f: f(x - x.mean(0))), "NOT_ALIKE"),
+    "neuron": (WithNeuron, "NOT_ALIKE"),
+    "written input": (bent("Writing", lambda self, x, f: f(x.mul_(0.5))), "NOT_ALIKE"),
 }
 
 
 @pytest.mark.parametrize("which", list(REFUSED))
 def test_what_is_no_affine_map_of_every_frame_is_refused_and_says_why(which, x):
     cls, why = REFUSED[which]
-    if which == "two outputs":
-        found = sj_tac.plan(nn.Sequential(cls(2, 4, 3)), example_input=x[0])["0"]
-    else:
-        found = verdict(lambda: cls(4, 4, 3, padding=1), x)
-    assert found.status == "refused"
-    assert found.reason in ("UNSUPPORTED_CONV", "NO_NEURON")
-    assert "with a forward of its own: " in (told := " ".join((found.detail, *found.obstacles)))
-    assert why in told
+    found = verdict(lambda: cls(4, 4, 3, padding=1), x)
+    assert (found.status, found.reason) == ("refused", why)
 
 
-def test_an_example_of_one_step_tells_steps_apart_all_the_same(x):
-    class Centered(layer.Conv2d):
-        def forward(self, x):
-            return super().forward(x - x.mean(0))
-
-    made = lambda: Centered(4, 4, 3, padding=1, step_mode="m")  # noqa: E731
-    found = verdict(made, x[:1])
-    assert (found.status, found.reason) == ("refused", "UNSUPPORTED_CONV")
-    assert "its samples or steps look at each other" in found.detail
+def test_more_channels_than_it_is_handed_are_its_own_affair(x):
+    assert verdict(lambda: Placed(4, 4, 3, padding=1), x).status == "converted"
 
 
 def test_trials_call_nobodys_hooks_draw_nobodys_numbers_and_leave_nothing(x):
@@ -165,21 +147,14 @@ def test_trials_call_nobodys_hooks_draw_nobodys_numbers_and_leave_nothing(x):
     assert {name: dict(vars(m)) for name, m in net.named_modules()} == held
 
 
-def test_weights_that_cannot_be_copied_are_left_alone_in_place(x):
+def test_weights_that_cannot_be_copied_convert_in_place(x):
     net = Chain(lambda: FoldedStandardised(4, 4, 3, padding=1)).eval()
     prune.l1_unstructured(net.own, "weight", 0.3)
     with torch.enable_grad():
         net.own.weight = net.own.weight_orig * net.own.weight_mask
     fast = sj_tac.convert(net, k=2, example_input=x, inplace=True)
     found = sj_tac.report(fast)
-    assert (found["conv"].status, found["own"].status) == ("converted", "refused")
-    assert "it cannot be tried" in found["own"].detail
-
-
-def test_without_an_example_none_is_taken_and_the_reason_says_so():
-    found = sj_tac.plan(Chain(lambda: Standardised(4, 4, 3, padding=1)))["own"]
-    assert (found.reason, found.status) == ("UNSUPPORTED_CONV", "refused")
-    assert "can be tried on example_input alone" in found.detail
+    assert (found["conv"].status, found["own"].status) == ("converted", "converted")
 
 
 @pytest.mark.skipif(not hasattr(layer, "WSConv2d"), reason="this host has no WSConv2d")
@@ -261,12 +236,6 @@ def test_parametrized_ones_aggregate_and_come_back(which, x, tmp_path):
         torch.testing.assert_close(fast(x), expected, **CLOSE)
 
 
-def test_without_an_example_parametrized_ones_are_left_alone():
-    found = sj_tac.plan(Chain(PARAMETRIZED["weight norm"]))["own"]
-    assert (found.status, found.reason) == ("refused", "PARAMETRIZED")
-    assert "pass example_input=" in found.hint
-
-
 @pytest.mark.parametrize(("which", "last"), [*((which, False) for which in MADE), ("folded", True)])
 def test_what_they_make_of_their_weights_is_seen_in_every_call(which, last, x):
     """Under no_grad, where weights of ordinary layers are kept laid out, and frames go straight to the kernels."""
@@ -306,10 +275,3 @@ def test_copies_pickles_set_k_and_restore(which, x):
         back = sj_tac.restore(made)
         assert type(back.own) is type(net.own)
         assert same_state(back, net)
-
-
-def test_a_whole_chain_in_one_module_is_told_for_what_it_is(x):
-    with pytest.raises(
-        ConversionError, match=r"UNSUPPORTED_CONV: it is a .*WithNeuron, with a forward of its own: it is not affine"
-    ):
-        sj_tac.convert(nn.Sequential(WithNeuron(2, 4, 3)), example_input=x)

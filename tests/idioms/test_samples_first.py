@@ -9,7 +9,6 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import InputError
 
 T, N, C = 6, 4, 8
 SPIKE = surrogate.ATan()
@@ -221,11 +220,6 @@ def test_back_again(kind):
     assert all(torch.equal(a, b) for a, b in zip(wanted.values(), everything(restored, x).values(), strict=True))
 
 
-def test_a_collapse_is_refused():
-    plan = sj_tac.plan(made(Turning), "collapse", 2, example_input=frames())
-    assert {v.reason for v in plan.refused} == {"COLLAPSE_FOLDED"}
-
-
 class Crossed(Turning):
     """[N * T, ...] read as [T * N, ...]: what a neuron takes for one sample's steps are not."""
 
@@ -245,31 +239,13 @@ class Stepping(Turning):
         return self.lif3(self.swap(self.conv3(x)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "refused"),
-    [
-        # Behind the crossing a row is of several samples.
-        (Crossed, {"conv2.inner.0": "NOT_LINEAR", "conv3.inner.0": "FOLD_AMBIGUOUS"}),
-        (Stepping, {"conv2.inner.0": "NEURON_FOLDED"}),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_what_is_in_no_one_order_is_refused(kind, refused):
+@pytest.mark.parametrize("kind", [Crossed, Stepping])
+def test_what_is_in_another_order_goes_by_the_neurons_own_steps(kind):
     net = made(kind)
-    plan = sj_tac.plan(net, k=2, example_input=frames())
-    assert {v.layer: v.reason for v in plan.refused} == refused
     converted = sj_tac.convert(copy.deepcopy(net), k=1, example_input=frames())
     compare(converted, net, frames())
 
 
-def test_a_neuron_that_is_registered_the_wrong_way_round_is_told():
-    plan = sj_tac.plan(made(lambda: Own(Declared)), k=2, example_input=frames())
-    assert {v.reason for v in plan.refused} == {"PROMISE_BROKEN"}
-    assert "along dimension 1 it keeps its promise: register it with batch_first=True" in plan["net.0.inner.0"].detail
-
-
-def test_t_of_another_call_than_the_nets():
-    """A part of the net alone has nobody who says how time is folded."""
-    converted = sj_tac.convert(made(Turning), k=2, example_input=frames())
-    with pytest.raises(InputError, match="nobody says how time is folded"):
-        converted.conv1(frames())
+def test_a_neuron_that_is_registered_the_wrong_way_round_is_measured():
+    net = made(lambda: Own(Declared))
+    compare(sj_tac.convert(copy.deepcopy(net), k=2, example_input=frames()), by_hand(net, 2), frames())

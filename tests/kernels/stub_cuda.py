@@ -14,10 +14,8 @@ import pytest
 import shim
 import torch
 
-from sj_tac.host import dispatch
-from sj_tac.kernels import aggregate_op, backends, fire_op, norm_map
-from sj_tac.kernels.gpu import conv_fire, cupy_launch, launchers, launches, nvrtc_launch, program as cuda
-from sj_tac.runtime import straight
+from sj_tac.kernels import aggregate_op, backends, fire_op
+from sj_tac.kernels.gpu import cupy_launch, launchers, launches, nvrtc_launch, program as cuda
 
 # Whether there is a device, and where the tests of one keep their tensors.
 REAL = torch.cuda.is_available()
@@ -241,7 +239,7 @@ def bindings(device):
 def forget():
     """What the launchers keep of a machine."""
     for kept in (cupy_launch.problem, cupy_launch._module, cupy_launch._kernel, cupy_launch._external, nvrtc_launch.problem,
-                 nvrtc_launch._kernel, nvrtc_launch._context, norm_map._kernel, norm_map._ready):  # fmt: skip
+                 nvrtc_launch._kernel, nvrtc_launch._context):  # fmt: skip
         kept.cache_clear()
     launches.forget()
     backends._SAID.clear()
@@ -250,7 +248,8 @@ def forget():
 def machine(monkeypatch, tmp_path):
     """torch's answers on a machine with a CUDA device and neither CuPy nor cuda-bindings."""
     forget()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # But for torch itself, which would ask the driver.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not sys._getframe(1).f_globals["__name__"].startswith("torch."))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -282,6 +281,8 @@ def stand_in(monkeypatch):
         (aggregate_op.aggregate_backward, aggregate_op._backward_on_cuda),
     ):
         monkeypatch.setitem(operator._backend_fns, "cpu", kernel)
+    monkeypatch.setattr(aggregate_op, "aggregate_now", aggregate_op.on_cuda)
+    monkeypatch.setattr(aggregate_op, "ON_CPU", aggregate_op.ON_CUDA)
     monkeypatch.setitem(fire_op.FORWARD, "cpu", fire_op._on_cuda)
     monkeypatch.setitem(fire_op.BACKWARD, "cpu", fire_op._back_on_cuda)
     fastest = backends.fastest
@@ -290,9 +291,6 @@ def stand_in(monkeypatch):
         return fastest(backend, torch.device("cuda", 0) if device is not None and device.type == "cpu" else device, dtype)
 
     monkeypatch.setattr(backends, "fastest", on_a_device)
-    monkeypatch.setitem(straight.DTYPES, "cpu", fire_op.ON_CUDA)
-    monkeypatch.setattr(dispatch, "AT_HAND", set())
-    monkeypatch.setattr(conv_fire, "DEVICES", {"cpu"})
 
 
 def needs_device(why):

@@ -39,24 +39,6 @@ def programs():
         for kernel in ("fire_pool", "fire_pool_weights"):
             shared = COMMON | {"LAST": last, "GROUP": 2 * mean, "IO": mean}
             yield cuda.program(kernel, **shared, **POOL, MEAN=mean, BLOCK=128, WIDTH_V=1)
-    conv = {"PADDING": 1, "TX": 8, "TY": 2, "TZ": 4, "BLOCK": 64}
-    for number, (kernel, windows, last) in enumerate(product((3, 5, 7), (True, False), (False, True))):
-        half = number // 2
-        width = 4 >> half // 2 if last or not windows else 1
-        macros = registers.neuron(1 + half % 3, half % 3, last, windows, WIDTH_V=width)
-        macros |= {"MODE": half % 5, "HARD": windows, "WHOLE": half != 1, "MEAN": half == 2, "WIDE": half % 2}
-        tile = {"C_IN": 1 + half % 4, "KERNEL": kernel, "STRIDE": 1 + half % 2, "DEEP": (4, 1, 2)[half % 3]}
-        lies = {
-            "FRAMES_LAST": last,
-            "FILTERS_LAST": number % 4 == 3,
-            "FITS": number % 3 > 0 or not last,
-            "AHEAD": last * (half % 3),
-        }
-        masks = half == 5
-        more = conv | tile | lies | {"BIAS": windows, "MASKS": masks, "REST0": half % 2, "RESIDENT": 1024 * last}
-        yield cuda.program("conv_fire_forward", **macros | more | ({"GROUP": 0} if masks else {}))
-        yield cuda.program("conv_drives", **macros | more)
-    yield cuda.program("norm_affine", IO=0, WIDE=0, BLOCK=128)
     for io in range(3):
         for kernel in ("aggregate_forward", "aggregate_backward"):
             yield cuda.program(kernel, IO=io, WIDE=io == 1, GROUP=2, WIDTH_V=4, BLOCK=128)

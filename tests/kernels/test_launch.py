@@ -93,6 +93,7 @@ def test_aggregate_and_both_its_gradients_through_the_launcher(device, launcher)
 NETS = list(product(launchers.NAMES, ["preserve", "collapse"]))
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize(("launcher", "policy"), NETS if pairs.EXHAUSTIVE else NETS[1:3])
 def test_a_converted_net_and_its_gradients(device, launcher, policy):
     torch.manual_seed(0)
@@ -111,6 +112,7 @@ def test_a_converted_net_and_its_gradients(device, launcher, policy):
     assert {"fire_forward", "fire_backward"} <= kernels
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize(("offered", "taken"), [(("cupy", "nvrtc"), "cupy"), (("nvrtc",), "nvrtc"), ((), "reference")])
 @pytest.mark.filterwarnings("ignore::sj_tac.errors.BackendFallbackWarning")
 def test_auto_takes_the_first_launcher_that_works_and_the_report_says_which(machine, offered, taken):
@@ -131,7 +133,7 @@ def test_a_named_launcher_is_a_contract(machine, launcher):
     y, needs = torch.randn(2, 1, 2, 4, 4), {"cupy": "need CuPy, whose import says", "nvrtc": "need cuda-bindings, whose"}
     for call in (lambda: fire(y, node("lif"), backend=launcher), lambda: sj_tac.convert(csnn(), backend=launcher)):
         with pytest.raises(
-            BackendError, match=rf"backend='{launcher}': the {launcher} kernels {needs[launcher]}.*pip install"
+            BackendError, match=rf"backend='{launcher}'.*: the {launcher} kernels {needs[launcher]}.*pip install"
         ):
             call()
     with pytest.raises(BackendError, match=rf"backend='{launcher}': the {launcher} kernels {needs[launcher]}"):

@@ -1,17 +1,21 @@
-"""What is launched for a call on CUDA, and what is refused: drives of other lengths; the map of a norm is one launch.
+"""What is launched for a call on CUDA, from wherever tensors lie, and what is refused: drives of other lengths.
 
 CPU tensors stand for CUDA ones (stub_cuda.py).
 """
 
+from itertools import product
+
+import pairs
 import pytest
 import shim
 import stub_cuda
 import torch
-from torch import nn
+from spikingjelly.activation_based import layer
+from support import node
 
-from sj_tac import host
-from sj_tac.kernels import norm_map
+from sj_tac.kernels import fire as kernels
 from sj_tac.kernels.gpu import launches
+from sj_tac.kernels.layout import RUNS
 from sj_tac.kernels.operands import Operands
 from sj_tac.kernels.weights import _at_once, decay_weights
 
@@ -30,36 +34,55 @@ def test_drives_of_different_lengths_are_refused_and_not_guessed(device):
         launches.forward("cupy", o)
 
 
-def large_norm(weight):
-    """A BatchNorm of more channels than a block has threads."""
-    torch.manual_seed(0)
-    made = nn.BatchNorm2d(300, affine=weight).eval()
-    with torch.no_grad():
-        made.running_mean.normal_()
-        made.running_var.uniform_(0.01, 4)
-        for parameter in made.parameters():
-            parameter.normal_()
-    return made
+def lying(x, how):
+    """The same numbers elsewhere in memory."""
+    if how == "last":
+        return x.movedim(-3, -1).contiguous().movedim(-1, -3)
+    if how == "odd":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    if how == "gaps":
+        return torch.stack([x, x], -1)[..., 0]
+    return x
 
 
-NORMS = [("cupy", True), ("nvrtc", False)]
+@pytest.mark.parametrize("how", ["dense", "odd"])
+def test_frames_are_copied_where_no_vector_may_begin_and_nowhere_else(how):
+    """A GPU that reads a vector from elsewhere stops with a misaligned address; a copy costs a launch."""
+    x = lying(torch.randn(3, 2, 4, 6, 8), how)
+    found = launches._lying(x, x.stride(), False)
+    assert found.data_ptr() % launches.ALIGNED == 0
+    assert torch.equal(found, x)
+    assert (found is x) == (how == "dense")
+
+
+POOLS = {"none": None, "2x2": layer.MaxPool2d(2), "3x3": layer.MaxPool2d(3, 2, 1)}
+LIES = [("last", "2x2", torch.float32), ("gaps", "none", torch.bfloat16)]
+if pairs.EXHAUSTIVE:
+    LIES = list(product(["dense", "last", "odd", "gaps"], POOLS, [torch.float32, torch.bfloat16]))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("launcher", "weight"), NORMS)
-def test_the_affine_map_of_a_norm_is_one_launch_and_the_same_to_the_last_bit(device, launcher, weight):
-    made = large_norm(weight)
-    expected, known = host.affine(made, host.Affine()), host.Affine()
-    for found in (norm_map.affine(made, known, launcher), norm_map.affine(made, known, "auto")):
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
-    assert device.calls == [(launcher, "norm_affine", None), ("cupy", "norm_affine", None)]
-    made.running_var.data.mul_(2)  # leaves no trace in a version
-    assert not torch.equal(norm_map.affine(made, known, launcher)[0], expected[0])
-    del device.calls[:]
-    norm_map.affine(made, known, "reference")
-    norm_map.affine(made.double(), known, launcher)
-    assert not device.calls
+@pytest.mark.parametrize(("made", "pool", "dtype"), LIES)
+def test_a_launch_takes_tensors_wherever_they_lie(device, made, pool, dtype):
+    torch.manual_seed(0)
+    shape, spiking = (2, 4, 6, 8), node("plif", v_threshold=0.4)
+    y, residual = torch.randn(3, *shape).to(dtype), torch.randn(5, *shape).to(dtype)
+    v, scale, shift, weights = torch.randn(shape) * 0.2, torch.rand(4) + 0.5, torch.randn(4) * 0.3, torch.rand(5)
+    call = kernels.Call(lying(y, made), spiking, [2, 2, 1], v, residual, scale, shift, POOLS[pool], weights, 2)
+    expected = kernels.run_reference(call, None)
+    launch, numbers = launches.Launch(kernels.operands(call, None), "nvrtc"), (None, spiking.w.sigmoid())
+    # In drives of another format the launch would be another one; all else may lie anywhere.
+    for how in ("dense", "last", "odd", "gaps"):
+        affine = lying(scale, "odd"), shift
+        found = launch(lying(y, made), lying(v, how), lying(residual, how), affine, weights, numbers)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.shape == theirs.shape
+            assert torch.equal(ours, theirs)
+    before = RUNS["fire", "nvrtc"]
+    for wrong in ((None, scale, shift, weights), (residual, None, None, weights), (residual, scale, shift, weights[:3])):
+        with pytest.raises(AssertionError):
+            launch(y, v, wrong[0], wrong[1:3], wrong[3], numbers)
+    assert RUNS["fire", "nvrtc"] == before
 
 
 @torch.no_grad()

@@ -11,8 +11,7 @@ import torch
 from fire_cases import one_thread  # noqa: F401
 from spikingjelly.activation_based import layer, neuron
 
-from sj_tac.kernels import fire
-from sj_tac.kernels.cpu.launches import Launch
+from sj_tac.kernels import fire, fire_op
 from sj_tac.kernels.cpu.registers import LANES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +61,7 @@ def run(draw, node, dtype, pool, format):
     call = call_of(draw, node, dtype, pool, format)
     with torch.no_grad():
         expected = fire.run_reference(call, None)
-        found = Launch(fire.operands(call, None))(call.y, call.v, None, (call.scale, call.shift))
+        found = fire_op.fire_now(*fire.operands(call, None))
     shown = tuple(call.y.shape), call.lengths, call.group, call.weights is None, call.scale is None, call.v is None
     for name, a, b in zip(("output", "voltages"), expected, found, strict=True):
         assert torch.equal(a, b), (name, shown)

@@ -11,9 +11,9 @@ from measure.small_nets import CASES, SIZE, C, Leaky, Looping, N, T
 from measure.test_plan import frames, made
 from torch import nn
 
+import sj_tac
 from sj_tac.definition.convs import SharedConv
 from sj_tac.errors import CaptureWarning, ConversionError
-from sj_tac.experimental import graph
 
 
 class Folds(nn.Module):
@@ -38,7 +38,7 @@ def net():
 
 
 def converted(net, k=2, fuse=False):
-    return graph.convert(net, k, example_input=frames((T, N, C, SIZE, SIZE)), fuse=fuse)
+    return sj_tac.convert(net, "preserve", k, example_input=frames((T, N, C, SIZE, SIZE)), fuse=fuse)
 
 
 def test_calls_in_two_threads_have_a_t_of_their_own(net):
@@ -60,6 +60,7 @@ def test_calls_in_two_threads_have_a_t_of_their_own(net):
     assert not torch.equal(wanted[4], net(inputs[4]))
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_part_and_a_call_that_failed_share_nothing_and_say_so(net, fuse):
     fast, x = converted(net, fuse=fuse), frames((T, N, C, SIZE, SIZE))
@@ -105,7 +106,7 @@ def test_classes_of_ones_own_are_copied_pickled_and_turned_back(net, fuse):
         for made_of in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
             assert torch.equal(made_of(x), wanted)
             assert type(made_of.looping) is type(fast.looping)
-        back = graph.restore(fast)
+        back = sj_tac.restore(fast, inplace=True)
         assert torch.equal(back(x), net(x))
     assert [type(m) for m in back.modules()] == [type(m) for m in net.modules()]
     assert all(
@@ -123,7 +124,7 @@ def test_captured_nets_of_any_layout_are_the_definition(name, monkeypatch):
     monkeypatch.setenv("SJ_TAC_STRICT", "1")
     case, source = CASES[name], made(name)
     example = frames(case.shape)
-    fast, slow = (graph.convert(source, 2, example_input=example, fuse=fuse) for fuse in (True, False))
+    fast, slow = (sj_tac.convert(source, "preserve", 2, example_input=example, fuse=fuse) for fuse in (True, False))
     for shape in (case.shape, *case.others):
         x = frames(shape, 9)
         a, b = fast(x), slow(x)
@@ -155,14 +156,16 @@ class Events(nn.Module):
 
 
 def test_without_an_example_a_usual_shape_is_found():
-    fast = graph.convert(Events(34).eval(), 2, fuse=False)
+    fast = sj_tac.convert(Events(34).eval(), "preserve", 2, fuse=False)
     x = (torch.rand(8, 3, 2, 34, 34) < 0.5).float()
     assert not torch.equal(fast(x), Events(34).eval()(x))
     assert fast.conv.sharing.k == 2
     with pytest.raises(ConversionError, match=r"Events takes none of the usual shapes.*pass example_input=, a batch of two"):
-        graph.convert(Events(33).eval(), 2)
+        sj_tac.convert(Events(33).eval(), "preserve", 2)
 
 
 def test_a_net_without_anything_to_share_says_what_was_seen():
-    with pytest.raises(ConversionError, match=r"no convolution of this Images drives a neuron \(conv: frames meet between"):
-        graph.convert(Images(32).eval(), 2)
+    with pytest.raises(
+        ConversionError, match="no convolution of Images can be converted:\n  conv: FRAMES_MEET: frames meet between"
+    ):
+        sj_tac.convert(Images(32).eval(), "preserve", 2)

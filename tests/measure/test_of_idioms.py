@@ -11,8 +11,8 @@ from support import ZOO, awake, frames, only_v2
 from torch import nn
 
 from sj_tac.definition import convs, neurons
-from sj_tac.rewrites.measure.left import Left
 from sj_tac.rewrites.measure.plan import plan
+from sj_tac.verdicts import Refusal
 
 PLANS = {}
 
@@ -71,7 +71,7 @@ def test_nets_of_spikingjelly(name):
     found = plan(net, (x,))
     assert len(found.convolutions) == len([m for m in net.modules() if isinstance(m, nn.modules.conv._ConvNd)])
     affine = [layer for layer, each in found.shared.items() if each.is_affine]
-    assert len(affine) >= chains, {n: each.why for n, each in found.convolutions.items() if isinstance(each, Left)}
+    assert len(affine) >= chains, {n: each.detail for n, each in found.convolutions.items() if isinstance(each, Refusal)}
     fast = copy.deepcopy(net)
     convs.share(fast, found.sharings(1, fast, approximate=True))
     with torch.no_grad():

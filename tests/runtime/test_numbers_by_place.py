@@ -79,11 +79,11 @@ def same(fast, net, x, grads=(False, True)):
 @NAMES
 def test_a_threshold_by_place(name, fuse):
     net, x, numbers = made(name)
-    fast = sj_tac.convert(net, "preserve", k=1, fuse=fuse)
+    fast = sj_tac.convert(net, "preserve", k=1, fuse=fuse, example_input=x)
     last_neuron(net).v_threshold = last_neuron(fast).v_threshold = numbers * last_neuron(net).v_threshold
     same(fast, net, x)
     assert called(net, x, False)[0].any()
-    same(sj_tac.convert(copy.deepcopy(net), "preserve", k=1, fuse=fuse), net, x, [True])
+    same(sj_tac.convert(copy.deepcopy(net), "preserve", k=1, fuse=fuse, example_input=x), net, x, [True])
 
 
 @NAMES
@@ -91,24 +91,16 @@ def test_a_threshold_by_place_behind_a_collapse(name):
     net, x, numbers = made(name)
     for spikes in ("count", "binary"):
         policy = {"version": 1, "default": {"mode": "collapse", "k": 2, "spikes": spikes}}
-        fused, unfused = (sj_tac.convert(net, policy, fuse=fuse) for fuse in (True, False))
+        fused, unfused = (sj_tac.convert(net, policy, fuse=fuse, example_input=x) for fuse in (True, False))
         last_neuron(fused).v_threshold = last_neuron(unfused).v_threshold = numbers * last_neuron(net).v_threshold
         same(fused, unfused, x, [True])
-
-
-def test_a_threshold_of_more_places_than_a_frame_has_is_refused():
-    net, x, _ = made("Linear, by sample")
-    fast = sj_tac.convert(net, "preserve", k=1)
-    last_neuron(fast).v_threshold = torch.full((2, 1, 10), 0.3, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"makes frames \[2, 3, 10\] of frames \[3, 10\].*v_threshold"):
-        fast(x)
 
 
 @only_v2
 @NAMES
 def test_a_surrogates_alpha_or_a_reset_by_place(name):
     net, x, numbers = made(name)
-    fused, unfused = (sj_tac.convert(net, "preserve", k=1, fuse=fuse) for fuse in (True, False))
+    fused, unfused = (sj_tac.convert(net, "preserve", k=1, fuse=fuse, example_input=x) for fuse in (True, False))
     for each in (net, fused, unfused):
         last_neuron(each).surrogate_function.alpha = 2 * numbers
     same(fused, net, x, [True])

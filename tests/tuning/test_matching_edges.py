@@ -139,7 +139,7 @@ def test_linear_layers_on_tokens():
     torch.manual_seed(0)
     x = frames(8, 12, 6, 20)
     source = awake(nn.Sequential(linear(20, 16), lif(), linear(16, 16), lif(), linear(16, 5)).eval(), x).double()
-    fast = sj_tac.convert(source, {"layers": ["conv", "linear"], "default": {"k": 4}})
+    fast = sj_tac.convert(source, {"layers": ["conv", "linear"], "default": {"k": 4}}, example_input=x[:, :2].double())
     done = fitted(fast, "moments", x.double())
     assert done.corrected == ("0", "2")
     given = {}

@@ -265,7 +265,7 @@ def test_a_layer_that_refuses_a_mode_is_searched_in_the_others():
     options = {"max_drop": 1, "ks": (1, 2), "cost": costs.cost, "progress": False, "backend": "reference"}
     policy = sj_tac.search(net, costs.X, modes=("collapse", "preserve"), **options)
     assert [(r.mode, r.k) for r in policy.rules] == [("preserve", 2)]
-    with pytest.raises(SearchError, match=r"no layer may be converted alike in modes \('collapse',\): .*COLLAPSE_POOL"):
+    with pytest.raises(SearchError, match=r"no layer may be converted alike in modes \('collapse',\): .*COLLAPSE_FOLDED"):
         sj_tac.search(net, costs.X, modes=("collapse",), **(options | {"ks": (2,)}))
 
 
@@ -292,7 +292,7 @@ def test_bad_options(kind, message, options):
 
 
 def test_nets_and_batches_that_cannot_be_searched():
-    with pytest.raises(ConversionError, match="no chain of Sequential can be converted"):
+    with pytest.raises(ConversionError, match="no convolution of Sequential can be converted"):
         sj_tac.search(nn.Sequential(layer.Conv2d(2, 3, 3, step_mode="m")), costs.X, progress=False)
     with pytest.raises(ConversionError, match="cannot be converted again"):
         sj_tac.search(sj_tac.convert(csnn()), costs.X)

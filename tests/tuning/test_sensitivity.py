@@ -78,14 +78,14 @@ def test_a_layer_that_refuses_a_mode_is_an_entry_with_the_reason(tmp_path, monke
     found = sj_tac.sensitivity(net, X, ks=(2,), rounds=1, progress=False)
     refused = [e for e in found.effects if e.refused]
     assert [(e.layer, e.mode) for e in refused] == [("0", "collapse")]
-    assert "COLLAPSE_POOL" in refused[0].refused
+    assert "COLLAPSE_FOLDED" in refused[0].refused
     assert "refused" in str(found)
     found.save(tmp_path / "x.json")
 
 
 def test_bad_input():
     net = csnn().double()
-    with pytest.raises(ConversionError, match="no chain of Sequential can be converted"):
+    with pytest.raises(ConversionError, match="no convolution of Sequential can be converted"):
         sj_tac.sensitivity(nn.Sequential(layer.Conv2d(2, 3, 3, step_mode="m")), X.float(), progress=False)
     with pytest.raises(ModelTypeError):
         sj_tac.sensitivity("net", X)

@@ -13,10 +13,8 @@ from sj_tac.kernels.cpu.arguments import OddWindows, Sheets, Windows
 # overlapping windows, channels_last; in sheets of them, channels_last (backward alone) and contiguous; over planes.
 STEP, IN_WINDOWS, ON_ODD_MAPS = 0.15, 0.4, 1.0
 IN_CELLS, IN_SHEETS, IN_CONTIGUOUS_SHEETS, ON_PLANES = 0.2, 0.45, 1.0, 1.8
-# Of a number: in sums of frames, their gradients, a digest, and in laying out a first layer's frames.
-SUMMED, SUMMED_BACK, DIGESTED, LAID = 0.2, 0.5, 0.2, 0.3
-# Of a drive that is made of a first layer's frames, its steps aside, and of one that is compared as well.
-CONVOLVED, COMPARED = 0.3, 3.0
+# Of a number: in sums of frames, and in their gradients.
+SUMMED, SUMMED_BACK = 0.2, 0.5
 
 
 def forward(steps: int, layout: Any) -> int:

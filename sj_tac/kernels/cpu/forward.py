@@ -12,9 +12,9 @@ import numpy as np
 from sj_tac.kernels.cpu.compiled import kernel
 from sj_tac.kernels.cpu.geometry import PITCH, TILE, begins_at, counts, in_windows, is_odd, room
 from sj_tac.kernels.cpu.halves import narrowed
+from sj_tac.kernels.cpu.in_place import is_direct, step_there
 from sj_tac.kernels.cpu.linked import lean
 from sj_tac.kernels.cpu.registers import LANES, settle
-from sj_tac.kernels.cpu.sources import ahead, bring, is_direct, step_there
 from sj_tac.kernels.cpu.stepping import SUM, V, stepped
 from sj_tac.kernels.cpu.steps import FIRST, resting
 from sj_tac.kernels.cpu.tiles import ask_for, for_registers, load, put_out, repeated, store
@@ -57,7 +57,7 @@ def _tiles(part, inputs, neuron, layout, outputs, buffers, affine, by_register):
     (begin, end), (b, slots), (out, v_out) = part, buffers, outputs
     residual, v0, lengths, linear = inputs.residual, inputs.v0, inputs.lengths, inputs.linear
     weights, group, none = inputs.weights, inputs.group, (inputs.scale[:0], inputs.scale[:0])
-    direct, capacity, size = is_direct(inputs, layout), TILE if in_windows(layout) else 4 * TILE, v_out.size
+    direct, capacity, size = is_direct(residual, layout), TILE if in_windows(layout) else 4 * TILE, v_out.size
     _, emitted = counts(size, layout)
     streams = _streams(v0, v_out, layout)
     steps = 0
@@ -80,11 +80,11 @@ def _tiles(part, inputs, neuron, layout, outputs, buffers, affine, by_register):
             # A drive that is read more than once is faster in the buffer.
             there, is_last = direct and lengths[g] <= group, g + 1 == lengths.size
             if not there:
-                bring(inputs, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)
+                load(inputs.y, g * size, start, stop, b, DRIVE if residual.size else X, affine, layout)
                 if not is_last:
-                    ahead(inputs, (g + 1) * size, start, stop, layout)
+                    ask_for(inputs.y, (g + 1) * size, start, stop, layout, False)
                 elif stop < end:
-                    ahead(inputs, FIRST, stop, min(stop + capacity, end), layout)
+                    ask_for(inputs.y, FIRST, stop, min(stop + capacity, end), layout, False)
             until = t + lengths[g]
             while t < until:
                 if residual.size:
@@ -98,7 +98,7 @@ def _tiles(part, inputs, neuron, layout, outputs, buffers, affine, by_register):
                 if there:
                     drive = g * size, next_at - at - g * size if is_last else size
                     tile, to = (start, stop, where), (out, put, next_put)
-                    step_there(inputs, drive, tile, b, by_register, to, span, (neuron, layout))
+                    step_there(inputs.y, drive, tile, b, by_register, to, span, (neuron, layout))
                 else:
                     read = b, X, TILE, 2 * TILE, n, 1, 0, 0
                     stepped(b, (0, put, next_put), read, (*none, 0, 0), out, span, (neuron, layout))
@@ -116,8 +116,8 @@ def forward(begin, end, inputs, neuron, layout, outputs):
 
     Args:
         begin, end: slots; threads share them (see threads.py), since each is computed alone.
-        inputs, outputs: Inputs, ConvolvedInputs or SlidInputs, and Outputs; neuron: one of ``NEURONS_OF_TILES``; layout:
-            Neurons, Windows or OddWindows (see arguments.py).
+        inputs, outputs: Inputs and Outputs; neuron: one of ``NEURONS_OF_TILES``; layout: Neurons, Windows or OddWindows
+            (see arguments.py).
     """
     scale, shift = inputs.scale, inputs.shift
     affine = repeated(scale, layout), repeated(shift, layout)

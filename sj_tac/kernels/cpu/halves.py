@@ -1,28 +1,22 @@
 """bfloat16 for Numba, which has no such type: its bits as int16, widened to float32 as they are read, rounded as written.
 
 A bfloat16 is the upper half of a float32. Rounding is to the nearest, ties to even, as torch's: by integers, because the
-processors' own instruction makes zeros of the smallest numbers, as torch does of the drives of convolutions alone.
-
-A convolution in bfloat16 takes two input channels at a time, as processors that compute in it do: both numbers in an int32.
+processors' own instruction makes zeros of the smallest numbers.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sj_tac.kernels.cpu.linked import by_type
 
-# The names by which LLVM knows that a processor computes so, in registers of 16 numbers.
-_NEEDS = "avx512f", "avx512bf16"
-# Half of what is cut off, the bits of "not a number", and those of the smallest float32 with all of its precision.
-_HALF, _NAN, _SMALLEST = 0x7FFF, 0x7FC0, 0x00800000
+# Half of what is cut off, and the bits of "not a number".
+_HALF, _NAN = 0x7FFF, 0x7FC0
 
 
 def widened(x: Any) -> Any:
@@ -64,53 +58,11 @@ def upper_half(builder: Any, value: Any) -> Any:
     return builder.select(builder.fcmp_unordered("uno", value, value), constant(_NAN), rounded)
 
 
-def nearest(builder: Any, value: Any) -> Any:
-    """The bfloat16 nearest to a register of float32, each as the float32 that it is: of the smallest numbers, a zero.
-
-    As the processor's own instruction has them, by which convolutions round.
-    """
-    bits = upper_half(builder, value)
-
-    def constant(number: int) -> Any:
-        return ir.Constant(bits.type, [number] * bits.type.count)
-
-    whole = builder.bitcast(value, bits.type)
-    small = builder.icmp_unsigned("<", builder.and_(whole, constant(0x7FFFFFFF)), constant(_SMALLEST))
-    zero = builder.and_(whole, constant(0x80000000))
-    return builder.bitcast(builder.select(small, zero, builder.shl(bits, constant(16))), value.type)
-
-
 def lower_half_cut(builder: Any, bits: Any) -> Any:
     """The float32 that a register of bfloat16 stand for, as int16."""
     lanes = bits.type.count
     whole = builder.zext(bits, ir.VectorType(ir.IntType(32), lanes))
     return builder.bitcast(builder.shl(whole, ir.Constant(whole.type, [16] * lanes)), ir.VectorType(ir.FloatType(), lanes))
-
-
-@cache
-def can_multiply_pairs() -> bool:
-    """Whether this processor multiplies pairs of bfloat16."""
-    try:
-        return all(binding.get_host_cpu_features().get(name, False) for name in _NEEDS)
-    except RuntimeError:  # not known of this kind of processor
-        return False
-
-
-def adding_products(builder: Any, of_pairs: bool, lanes: int) -> Any:
-    """What emits ``total + x * w`` for registers of float32; ``of_pairs``: x and w hold two bfloat16 in each int32.
-
-    Of these the processor adds the second one's product first.
-    """
-    kind: Any = ir.VectorType(ir.FloatType(), lanes)
-    if not of_pairs:
-        declared = ir.FunctionType(kind, [kind] * 3), f"llvm.fma.v{lanes}f32"
-        fma = cgutils.get_or_insert_function(builder.module, *declared)  # type: ignore[no-untyped-call]
-        return lambda x, w, total: builder.call(fma, [x, w, total])
-    pairs: Any = ir.VectorType(ir.IntType(32), lanes)
-    # With the types that LLVM first had for it, which later versions understand.
-    declared = ir.FunctionType(kind, [kind, pairs, pairs]), f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
-    instruction = cgutils.get_or_insert_function(builder.module, *declared)  # type: ignore[no-untyped-call]
-    return lambda x, w, total: builder.call(instruction, [total, x, w])
 
 
 @intrinsic

@@ -27,7 +27,7 @@ def _has_wide_registers() -> bool:
         return False
 
 
-# Numbers of a register, and registers of a pixel's sums: four pixels' sums fit in all of them.
+# Numbers of a register, and an eighth of all registers.
 LANES, WIDE = (16, 4) if _has_wide_registers() else (8, 2)
 _WHOLE = ir.IntType(64)
 _BYTES = {ir.IntType(16): 2, ir.FloatType(): 4, ir.DoubleType(): 8}

@@ -33,22 +33,16 @@ class Grid(NamedTuple):
 
 
 class Fire:
-    """One call: shapes, layout and numbers that forward and backward share. Operands as checked.
-
-    Attributes:
-        shared: bytes of shared memory that a block of the program with the steps takes.
-    """
-
-    shared = 0
+    """One call: shapes, layout and numbers that forward and backward share. Operands as checked."""
 
     def __init__(self, o: Operands) -> None:
         y, lengths, pool, window = o.y, o.lengths, o.pool, o.window
         self.groups, self.n, self.c, self.height, self.width = y.shape
         out_size = pooled_size(self.height, self.width, pool, window)
         # Maps of one pixel lie in memory as channels_last does: by its kernels, whose threads go along the channels.
-        self.device, self.format = y.device, self.is_last(y)
+        self.device, self.format = y.device, is_channels_last(y)
         self.last = self.format or (self.height == self.width == 1 and out_size == (1, 1))
-        self.y = self.drives(y)
+        self.y = cuda.dense(y, self.last, y.dtype)
         self.residual = None if o.residual is None else cuda.dense(o.residual, self.last, y.dtype)
         self.k, self.steps = max(lengths), sum(lengths)
         self.v0 = None if o.v0 is None else cuda.dense(o.v0, self.last, torch.float32)
@@ -73,14 +67,6 @@ class Fire:
         )  # fmt: skip
         wide = cuda.needs_wide(self.steps * self.frame, self.out_shape[0] * self.emitted, self.words * self.frame)
         self.common = {"IO": cuda.IO[y.dtype], "WIDE": wide, "LAST": self.last, "GROUP": self.group}
-
-    def is_last(self, y: Tensor) -> bool:
-        """Whether drives, and what is made of them, are channels_last."""
-        return is_channels_last(y)
-
-    def drives(self, y: Tensor) -> Tensor:
-        """The drives as the kernels read them."""
-        return cuda.dense(y, self.last, y.dtype)
 
     def run_length(self, windows: bool) -> int:
         """Slots of one channel, or of neighbouring channels, side by side in memory."""
@@ -121,10 +107,8 @@ class Fire:
 
     def memory(self) -> tuple[Tensor, Tensor]:
         """Room for the output and the last voltages."""
-        return empty(self.y, self.out_shape, self.format), self._voltages()
-
-    def _voltages(self) -> Tensor:
-        return empty(self.y, list(self.y.shape[1:]), self.format, torch.float32)
+        v = empty(self.y, list(self.y.shape[1:]), self.format, torch.float32)
+        return empty(self.y, self.out_shape, self.format), v
 
     def walking_back(self, need_linear: bool, need_weights: bool) -> tuple[cuda.Program, Grid, int]:
         """The backward's program, how it lies over the device, and how many sums each of its threads keeps."""

@@ -1,8 +1,7 @@
 """``fire`` on CUDA, prepared once for drives of one shape and one neuron: a call makes memory and launches.
 
-As ``cpu.launches``, which says what may differ between calls. Here numbers in tensors are never looked at, because a look
-waits for the device: the sums' weights and a PLIF's w are read by the kernel, from the tensors of each call.
-Whoever holds no launch has one kept here, by all that it was made of: ``forward`` and ``backward``.
+Numbers in tensors are never looked at, because a look waits for the device: the sums' weights and a PLIF's w are read by the
+kernel, from the tensors of each call. Launches are kept here, by all that they were made of: ``forward`` and ``backward``.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ class Launch:
 
     Attributes:
         kernel: the launcher's name. shape: of the output.
-        reads_weights: the weights of the sums may be others in every call; only how many are summed is fixed.
-        convolves: it takes frames, filters and bias in the place of drives.
     """
 
     # fmt: off
@@ -57,18 +54,12 @@ class Launch:
         "weights",
     )
     # fmt: on
-    reads_weights, convolves = True, False
 
     def __init__(self, o: Operands, kernel: str) -> None:
         """Raises ValueError where the operands do not fit each other, BackendError where the kernels cannot be had."""
         refuse_dtype("fire", o.y, ON_CUDA)
         check_fire(o)
-        self._prepare(self._call(o), o, kernel)
-
-    def _call(self, o: Operands) -> Fire:
-        return Fire(o)
-
-    def _prepare(self, call: Fire, o: Operands, kernel: str) -> None:
+        call = Fire(o)
         self.kernel, self.device, self.dtype, self.last = kernel, o.y.device, o.y.dtype, call.last
         out, v = call.memory()
         self.shape, self.out, self.v = tuple(out.shape), out.stride(), (tuple(v.shape), v.stride())
@@ -83,12 +74,7 @@ class Launch:
             self.pool = launchers.prepared(kernel, cuda.Launch(program, blocks, (call.call,), 0, self.device))
             out = torch.empty(self.bits, dtype=torch.int32, device=self.device)
         program, blocks = call.stepping(call.windows, out, v)
-        numbers = self._numbers(call)
-        self.steps = launchers.prepared(kernel, cuda.Launch(program, blocks, numbers, call.shared, self.device))
-
-    def _numbers(self, call: Fire) -> tuple[cuda.Argument, ...]:
-        """What the program with the steps takes behind addresses."""
-        return (call.call,)
+        self.steps = launchers.prepared(kernel, cuda.Launch(program, blocks, (call.call,), 0, self.device))
 
     def __call__(
         self,
@@ -97,39 +83,19 @@ class Launch:
         residual: Tensor | None,
         affine: tuple[Tensor | None, Tensor | None],
         weights: Tensor | None,
-        w: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Output and last voltages; ``affine``: scale and shift; weights: [T] in float32; w: of a PLIF, in any dtype."""
-        # Another neuron than a PLIF may have a parameter of that name as well.
-        rate = w.to(torch.float32).sigmoid() if self.rate and w is not None else None
-        return self.on(y, v0, residual, affine, weights, (None, rate))
-
-    def on(
-        self,
-        y: Tensor,
-        v0: Tensor | None,
-        residual: Tensor | None,
-        affine: tuple[Tensor | None, Tensor | None],
-        weights: Tensor | None,
         numbers: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """A call; ``numbers``: beta and gamma of each drive's step [G, 2], and the sigmoid of a PLIF's w."""
+        """Return output and last voltages.
+
+        Args:
+            affine: scale and shift. weights: [T], in float32. numbers: beta and gamma of each drive's step [G, 2], and the
+                sigmoid of a PLIF's w.
+        """
         y = _lying(y, self.lies, self.last)
         if residual is not None and self.added is not None:
             residual = _lying(residual, self.added, self.last)
         # The kernel reads without looking.
         assert (residual is not None) == (self.added is not None)
-        return self._run((y, residual), v0, affine, weights, numbers)
-
-    def _run(
-        self,
-        read: tuple[Tensor | None, ...],
-        v0: Tensor | None,
-        affine: tuple[Tensor | None, Tensor | None],
-        weights: Tensor | None,
-        numbers: tuple[Tensor | None, ...],
-    ) -> tuple[Tensor, Tensor]:
-        """``read``: what the drives are made of, and ``numbers``: as the program with the steps takes them."""
         device, (v_shape, v_stride) = self.device, self.v
         out = torch.empty_strided(self.shape, self.out, dtype=self.dtype, device=device)
         v = torch.empty_strided(v_shape, v_stride, dtype=torch.float32, device=device)
@@ -139,7 +105,7 @@ class Launch:
         assert (scale is not None, shift is not None, numbers[-1] is not None) == (self.affine, self.affine, self.rate)
         assert (0 if weights is None else weights.numel()) == self.weights
         assert weights is None or (weights.dtype is torch.float32 and weights.is_contiguous())
-        at = [0 if x is None else x.data_ptr() for x in (*read, scale, shift, v0, *numbers, weights)]
+        at = [0 if x is None else x.data_ptr() for x in (y, residual, scale, shift, v0, *numbers, weights)]
         if self.pool is None or self.bits is None:
             self.steps(*at, out.data_ptr(), v.data_ptr())
         else:
@@ -290,7 +256,7 @@ def forward(kernel: str, o: Operands) -> tuple[Tensor, Tensor]:
     elif forward_ad._current_level >= 0:
         check_fire(o)  # tangents are the call's
     affine, weights = (o.scale, o.shift), cuda.vector(o.weights)
-    return launch.on(o.y, o.v0, o.residual, affine, weights, (_by_channel(o.linear), _by_channel(o.q)))
+    return launch(o.y, o.v0, o.residual, affine, weights, (_by_channel(o.linear), _by_channel(o.q)))
 
 
 def backward(

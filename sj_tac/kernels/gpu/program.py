@@ -22,13 +22,10 @@ FOLDER = Path(__file__).parent / "src"
 # The files of each kernel, in order.
 FILES: dict[str, tuple[str, ...]] = {
     "fire_forward": ("numbers.cuh", "neuron.cuh", "steps.cuh", "fire.cu"),
-    "conv_fire_forward": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "steps.cuh", "conv.cuh", "conv_fire.cu"),
-    "conv_drives": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "conv.cuh", "conv_drives.cu"),
     "fire_backward": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "backward.cu"),
     "fire_backward_pooled": ("numbers.cuh", "neuron.cuh", "reduce.cuh", "windows.cuh", "backward.cu"),
     "fire_pool": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
     "fire_pool_weights": ("numbers.cuh", "reduce.cuh", "windows.cuh", "pool.cu"),
-    "norm_affine": ("numbers.cuh", "norm.cu"),
     "aggregate_forward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
     "aggregate_backward": ("numbers.cuh", "reduce.cuh", "aggregate.cu"),
 }

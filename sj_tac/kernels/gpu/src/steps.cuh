@@ -1,4 +1,4 @@
-// What the forward kernels share: a thread's neurons take the steps of one drive after the other, and what they fire leaves as
+// fire, forward: a thread's neurons take the steps of one drive after the other, and what they fire leaves as
 // the next layer's weighted sums, as frames, or, with MASKS, as bits, 32 steps a word, from which pool.cu goes on.
 //
 // Macros beside those of neuron.cuh:
@@ -44,11 +44,10 @@ struct Neurons {
 #endif
     }
 
-    // The steps on drive g, ``x`` behind the affine map; ``slot``: where the thread's first slot is in a frame of the output;
-    // ``leaves``: it is there at all.
+    // The steps on drive g, ``x`` behind the affine map; ``slot``: where the thread's first slot is in a frame of the output.
     __device__ __forceinline__ void take(
         const float* x, int g, const Step& numbers, const io* residual, const float* weights, void* output, position first, position slot,
-        const Call& call, bool leaves = true) {
+        const Call& call) {
         const int length = steps_on(g, call);
 #pragma unroll
         for (int j = 0; j < K; j++) {
@@ -69,7 +68,7 @@ struct Neurons {
                     fired[n % WIDTH_V] = MEAN ? fired[n % WIDTH_V] + (h >= call.threshold) : fired[n % WIDTH_V] | (h >= call.threshold);
                     v[n] = after(h, call.threshold, RESTING(call));
                 }
-                leave(fired, g, j, t, weights, output, first, slot, call, leaves);
+                leave(fired, g, j, t, weights, output, first, slot, call);
             }
         }
     }
@@ -77,13 +76,13 @@ struct Neurons {
     // What step j on drive g, step t of all, fired.
     __device__ __forceinline__ void leave(
         const fired_of_slot* fired, int g, int j, int t, const float* weights, void* output, position first, position slot,
-        const Call& call, bool leaves) {
+        const Call& call) {
 #if MASKS
 #pragma unroll
         for (int i = 0; i < WIDTH_V; i++) {
             bits[i] |= (fired[i] ? 1u : 0u) << (t % 32);
             if (t % 32 == 31 || t == call.steps - 1) {
-                if (leaves) ((unsigned int*)output)[t / 32 * (position)call.frame + first + i] = bits[i];
+                ((unsigned int*)output)[t / 32 * (position)call.frame + first + i] = bits[i];
                 bits[i] = 0;
             }
         }
@@ -102,7 +101,7 @@ struct Neurons {
             const float spikes = MEAN ? (float)fired[i] / CORNERS * w : (fired[i] ? w : 0.0f);
             sums[i] = begins ? spikes : sums[i] + spikes;
         }
-        if (ends && leaves) {
+        if (ends) {
             Pack<io, WIDTH_V> pack;
 #pragma unroll
             for (int i = 0; i < WIDTH_V; i++) put(pack.x[i], sums[i]);

@@ -1,0 +1,37 @@
+"""Which dimension of a net's only input is time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac.rewrites.measure.runs import is_convolution, undisturbed
+from sj_tac.rewrites.measure.survey import survey
+
+
+def time_axis(net: nn.Module, x: Tensor) -> int | None:
+    """Return the dimension of ``x`` that is time: made longer by one, it gives the first neuron one step more.
+
+    None if neither of the first two is, as of images that the net repeats, or if no neuron steps by itself. The net is left
+    as it was.
+    """
+    steps = _steps(net, x)
+    for dim in range(min(2, x.dim())) if steps is not None else ():
+        longer = _steps(net, torch.cat([x, x.narrow(dim, 0, 1)], dim))
+        if steps is not None and longer == steps + 1:
+            return dim
+    return None
+
+
+def _steps(net: nn.Module, x: Tensor) -> int | None:
+    """Return T of the first neuron; None if there is no neuron, or the net does not run."""
+    try:
+        with undisturbed(net):
+            neurons = survey(net, (x,), _has_weights, to_first_neuron=True).neurons
+    except Exception:  # what fails has its reasons, and no steps
+        return None
+    return next((neuron.layout.T for neuron in neurons.values()), None)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return is_convolution(module) or isinstance(module, nn.Linear)

@@ -1,0 +1,36 @@
+"""What a converted layer says, once, of a call that gains nothing."""
+
+import warnings
+
+from sj_tac.errors import CaptureWarning
+
+
+def part(root: str) -> None:
+    """Warn that a captured net's own call was gone around; Python shows the same warning once."""
+    warnings.warn(
+        f"a part of this converted {root} was called, or its forward: it runs as it is defined, right and slower. Only a "
+        f"call of the {root} itself runs sj_tac's kernels; call that, or convert the part that you call",
+        CaptureWarning,
+        stacklevel=4,
+    )
+
+
+def single(layer: str) -> None:
+    """Warn that a layer is handed single steps, or folded frames, of a neuron that runs many."""
+    warnings.warn(
+        f"convolution {layer!r} is in step mode 's', its neuron in 'm': sj_tac shares nothing there, and each frame "
+        "is computed. Set both to the same mode; a tool that sets it itself is to rewrite the source, before convert",
+        CaptureWarning,
+        stacklevel=4,
+    )
+
+
+def unknown(layer: str, shape: tuple[int, ...]) -> None:
+    """Warn that a layer cannot tell frames from samples."""
+    warnings.warn(
+        f"convolution {layer!r} computes what its source does, for it cannot tell T of its rows {list(shape)}: the call's "
+        "shapes are not like those of example_input, or a part of the net was called. Call the net itself, or convert it "
+        "with an example of this kind",
+        CaptureWarning,
+        stacklevel=4,
+    )

@@ -1,1 +1,0 @@
-"""What a converted module does in a call."""
