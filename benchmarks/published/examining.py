@@ -149,7 +149,7 @@ def count(row: Row, case: Case, net: nn.Module, x: Tensor, reached: oracle.Reach
         affine = attempt(row, "which ways to neurons are affine", lambda: affinely(net, case, x, reached))
     if affine is not None:
         row.affine, row.affine_shared = len(affine), sum(v.status == "converted" and v.layer in affine for v in driving)
-    if "POOL_BEFORE_NEURON" in row.refused:
+    if "NOT_AFFINE" in row.refused:
         row.approximate = len(planned(row, net, x, default={"k": 2, "approximate": True})) - row.converted
     linears = {name for name in reached.neurons if isinstance(net.get_submodule(name), nn.Linear)}
     row.linear = len(linears)

@@ -13,6 +13,8 @@ from sj_tac.rewrites.measure.runs import TOLERANCE, Call, is_same
 
 # A table of influences takes a run for each row.
 MOST_ROWS = 512
+LOOKS_AHEAD = "later rows influence earlier ones"
+SAMPLES_MEET = "rows influence each other along dimensions"
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,11 @@ def cropped(call: Call, out: Tensor) -> Call | str:
     return call if is_same(call.run()[0], out) else "it does not give the same result twice"
 
 
+def is_refuted(reason: str) -> bool:
+    """Return whether a reason of ``find_layout`` says that a module is no neuron, not only that it was not seen to be one."""
+    return reason == LOOKS_AHEAD or reason.startswith(SAMPLES_MEET)
+
+
 def find_layout(call: Call, out: Tensor) -> Layout | str:
     """Return where the frames of a neuron's drives are; or, in words, why the module is no neuron."""
     if out.shape != call.x.shape:
@@ -159,7 +166,7 @@ def find_layout(call: Call, out: Tensor) -> Layout | str:
         if x.shape[dim] > 1 and mixes(small, dim):
             found.append(dim)
         if len(found) > 1:
-            return f"rows of dimensions {found} influence each other"
+            return f"{SAMPLES_MEET} {found}"
     if not found:
         return "it treats each row alone"
     return _layout(small, found[0])
@@ -170,12 +177,12 @@ def _layout(call: Call, dim: int) -> Layout | str:
     last = torch.arange(rows) == rows - 1
     # Two runs, before the run for each row of the whole table.
     if any(stimulus.changed(last, seed)[:-1].any() for seed in range(2)):
-        return "later rows influence earlier ones"
+        return LOOKS_AHEAD
     if rows > MOST_ROWS:
         return f"it has {rows} rows, and {MOST_ROWS} are measured at most"
     table = influences(call, dim)
     if (table & ~torch.ones(rows, rows, dtype=torch.bool).triu()).any():
-        return "later rows influence earlier ones"
+        return LOOKS_AHEAD
     groups = _connected(table)
     steps, samples = len(groups[0]), rows // len(groups[0])
     if steps < 2 or any(len(group) != steps for group in groups):

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from sj_tac import host
 from sj_tac.definition import neurons
 from sj_tac.rewrites.measure import decays
-from sj_tac.rewrites.measure.neurons import Layout, find_layout
+from sj_tac.rewrites.measure.neurons import Layout, find_layout, is_refuted
 from sj_tac.rewrites.measure.runs import Call, first, is_convolution, run
 from sj_tac.rewrites.measure.steps import shapes_of
 
@@ -131,7 +131,7 @@ class _Surveyor:
         except Exception as error:
             layout = f"it cannot be run alone ({type(error).__name__}: {str(error)[:80]})"
         if isinstance(layout, str):
-            if is_registered:  # its class tells
+            if is_registered and not is_refuted(layout):  # its class tells
                 found.neurons[name] = Neuron(name, _known_layout(module, call.x), call.x, [_detached(output)], is_known=True)
                 return
             found.others[name] = layout

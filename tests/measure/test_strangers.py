@@ -16,6 +16,7 @@ import sj_tac
 from sj_tac.definition import convs
 from sj_tac.errors import CaptureWarning
 from sj_tac.rewrites.measure.plan import Shared, plan
+from sj_tac.verdicts import Refusal
 
 X = frames((T, N, C, SIZE, SIZE))
 
@@ -54,6 +55,29 @@ def test_a_registered_neuron_with_a_parameter_for_each_pixel_is_no_convolution()
     net = Net(plain, conv=conv(), neuron=Pixels())
     assert isinstance(planned(net), Shared)
     assert list(plan(net, (X,)).convolutions) == ["conv"]
+
+
+class Reversed(nn.Module):
+    """It reads later frames."""
+
+    def forward(self, x):
+        return (x.flip(0).cumsum(0).flip(0) > 1).to(x)
+
+
+class Meeting(nn.Module):
+    """It integrates over time and samples."""
+
+    def forward(self, x):
+        return (x.cumsum(0) + x.cumsum(1) > 1).to(x)
+
+
+@pytest.mark.parametrize("kind", [Reversed, Meeting])
+def test_a_registered_class_that_was_seen_to_be_no_neuron_is_none(kind):
+    """Its drives would be shared to wrong results."""
+    sj_tac.register_neuron(kind, decay=0.5)
+    found = planned(Net(plain, conv=conv(), neuron=kind()))
+    assert isinstance(found, Refusal)
+    assert found.reason == "NO_NEURON"
 
 
 def test_a_neuron_of_two_maps_has_no_measured_decay():
