@@ -113,11 +113,12 @@ def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
 
 def _at_rest(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
     """Return a copy of a model at rest, on the CPU, where measurements compare small tensors; and its arguments there."""
-    if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers())):
-        made = fresh(model, hooks=False)
-    else:
-        made = copy.deepcopy(model).cpu()
-        arguments = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, arguments)
+    with host.stack_for(model):
+        if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers())):
+            made = fresh(model, hooks=False)
+        else:
+            made = copy.deepcopy(model).cpu()
+            arguments = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, arguments)
     host.reset_memories(made)
     return made, arguments
 

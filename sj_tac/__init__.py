@@ -91,8 +91,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         found = getattr(import_module(f"sj_tac.{_HOME[name]}"), name)
-    elif name == "functional":
-        found = import_module("sj_tac.functional")
+    elif name in ("errors", "functional"):
+        found = import_module(f"sj_tac.{name}")
     else:
         raise AttributeError(f"module 'sj_tac' has no attribute {name!r}")
     globals()[name] = found

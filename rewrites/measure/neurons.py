@@ -150,7 +150,7 @@ def cropped(call: Call, out: Tensor) -> Call | str:
 
 
 def is_refuted(reason: str) -> bool:
-    """Return whether a reason of ``find_layout`` says that a module is no neuron, not only that it was not seen to be one."""
+    """Return whether a reason of ``find_layout`` says that a module is no neuron, not that none was seen."""
     return reason == LOOKS_AHEAD or reason.startswith(SAMPLES_MEET)
 
 
