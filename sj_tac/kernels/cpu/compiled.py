@@ -167,8 +167,8 @@ def kernel(function: Any) -> Kernel:
     """Compile ``function(begin, end, a, b, c, d)``, whose units do not depend on each other, when it is first called."""
     serial: Any = njit(cache=True, nogil=True, error_model="numpy")(function)
     # Numba takes what it has kept as long as the function's own file is the same, which an upgrade may leave as it was. Most
-    # of a kernel lies in other files.
+    # of a kernel lies in other files. The version is read first: what another one kept may name classes that are gone.
     file = getattr(getattr(serial, "_cache", None), "_cache_file", None)  # None where nothing can be kept
     if file is not None:
-        file._source_stamp = file._source_stamp, _sources()
+        file._version = file._version, _sources()
     return Kernel(serial)
