@@ -22,7 +22,7 @@ from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from torch import Tensor, nn
 
 from sj_tac.definition import convs
-from sj_tac.rewrites.measure.plan import plan
+from sj_tac.rewrites.measure.measured import measure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import datasets
@@ -107,7 +107,7 @@ def main() -> None:
             made = net(form, x.shape[2], classes)
             train(made, x[:, trained], y[trained])
             functional.reset_net(made.eval())
-            found, row = plan(made, (x[:, tried[:8]],)), []
+            found, row = measure(made, (x[:, tried[:8]],)), []
             for k in KS:
                 shared = copy.deepcopy(made)
                 convs.share(shared, found.sharings(k, shared, approximate=True))

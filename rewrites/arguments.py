@@ -40,11 +40,11 @@ def signature_of(model: nn.Module) -> inspect.Signature:
         stars = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values())
         return inspect.signature(model.forward) if stars else found
     except (TypeError, ValueError) as error:
-        raise TraceError(f"nobody can say what the forward of {type(model).__name__} takes: {error}") from error
+        raise TraceError(f"Python cannot tell what the forward of {type(model).__name__} takes: {error}") from error
 
 
-def by_name(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments by the names that forward gives them. Raises TraceError."""
+def check_arguments(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Raise TraceError where forward takes other arguments."""
     signature = signature_of(model)
     try:
         given = signature.bind(*arguments).arguments
@@ -57,13 +57,9 @@ def by_name(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Any]:
     arrays = [name for name, value in given.items() if type(value).__module__ == "numpy"]
     if arrays:
         raise TraceError(
-            f"example_input has a NumPy array for {arrays[0]!r}, which no trace can follow: give torch.from_numpy of "
+            f"example_input has a NumPy array for {arrays[0]!r}, whose frames cannot be followed: give torch.from_numpy of "
             "it, and have the forward take tensors (torch.as_tensor takes both)"
         )
-    for p in signature.parameters.values():
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            given.setdefault(p.name, () if p.kind is p.VAR_POSITIONAL else {})
-    return given
 
 
 def described(arguments: tuple[Any, ...]) -> str:

@@ -104,10 +104,14 @@ class Captured:
 
 def _where(gm: GraphModule) -> str:
     """Return what a failed equation looked at: the equation, the layer and the user's line."""
-    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule) and hasattr(m.graph, "sj_tac_at")]
-    if not graphs:
+    begun = [m.graph for m in gm.modules() if isinstance(m, GraphModule) and hasattr(m.graph, "sj_tac_equation")]
+    if not begun:
         return "before the first equation"
-    node, equation = graphs[-1].sj_tac_at, getattr(graphs[-1], "sj_tac_equation", "")
+    # The graphs inside a graph come before it, one after the other.
+    graph: Any = begun[0] if begun[0] is gm.graph else begun[-1]
+    node, equation = graph.sj_tac_at, graph.sj_tac_equation
+    if node is None:
+        return f"equation {equation}"
     modules = [name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]
     line = " ".join((node.meta.get("stack_trace") or "").strip().splitlines()[-2:]).strip()
     return f"equation {equation}, layer {modules[-1] if modules else 'unknown'}, at {node.name}, {line}"

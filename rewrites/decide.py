@@ -18,7 +18,7 @@ from sj_tac import host
 from sj_tac.definition import collapse, convs, neurons, noted
 from sj_tac.policy import SOURCE, Settings
 from sj_tac.rewrites.measure.codes import OUTPUT
-from sj_tac.rewrites.measure.plan import Measured, Shared
+from sj_tac.rewrites.measure.measured import Measured, Shared
 from sj_tac.verdicts import Reason, Refusal
 
 
@@ -61,7 +61,7 @@ class Point:
 
     Attributes:
         span: of its output. merging: what it does behind, or in, a binary collapse. at: the module that emits the means,
-            itself or a MaxPool; empty if nobody does.
+            itself or a MaxPool; empty if no module does.
         by: the convolution whose collapse begins here; empty for a neuron that is stretched by one in front.
     """
 
@@ -142,7 +142,7 @@ class _Walk:
         return self.found
 
     def entering(self, name: str) -> tuple[Span, str]:
-        """Return the span of what a module is handed, and why it is plain where something in front is not."""
+        """Return the span of a module's input, and why it is plain where something in front is not."""
         sources = self.measured.sources.get(name, set())
         spans = {self.spans.get(source, PLAIN) for source in sources}
         if not spans or spans == {PLAIN}:
@@ -186,7 +186,7 @@ class _Walk:
             self.impossible |= {conv: Refusal(Reason.COLLAPSE_FOLDED) for conv in opened}
             return
         binary = [conv for conv in opened if self.collapsing[conv].spikes == "binary"]
-        known = is_known(self.model.get_submodule(name))
+        known = neurons.is_known(self.model.get_submodule(name))
         if binary and not (known and span != PLAIN and self._is_direct(binary[0], name)):
             detail = why or (
                 "a binary collapse makes one step of several, which only SpikingJelly's neurons take, with no other input"
@@ -232,11 +232,6 @@ class _Walk:
             return 1
         span, _ = self.entering(OUTPUT)
         return span.rows
-
-
-def is_known(module: nn.Module) -> bool:
-    """Return whether a neuron's steps are one operator of the definition, or become one."""
-    return type(module) in neurons.SWAPS or isinstance(module, neurons.OperatorNeuron)
 
 
 def sharing(name: str, place: Place, found: Shared, model: nn.Module) -> convs.Sharing:

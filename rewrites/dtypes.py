@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sj_tac.errors import PolicyError
 from sj_tac.policy import SOURCE, Rule, Settings
-from sj_tac.rewrites.measure.plan import Shared
+from sj_tac.rewrites.measure.measured import Shared
 from sj_tac.verdicts import Refusal
 
 # What LLVM calls the instructions of processors, x86's and Arm's, that multiply in a dtype.

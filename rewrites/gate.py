@@ -1,10 +1,11 @@
-"""What stands in front of a net's captured call: it sees what Dynamo's guards do not, and picks who runs.
+"""The gate of a converted net decides, before each call, whether captured graphs may run it: Dynamo's guards do not see all.
 
 ``Gate`` is a converted net's ``_compiled_call_impl``, so ``net(x)`` comes here first. One thread's call runs at
 a time. The gate looks, in this order:
 
 1. torch compiles or exports the caller, or traces it, or a dispatch mode or a transform of torch.func's is active, or an
    argument is a tensor of a class of its own, or a hook is on gradients of modules, or on all modules: the definition runs.
+   So it does on a device without kernels; kernels that were named raise BackendError there.
 2. A hook, a module, a method of a class or an environment variable is not what it was when the net was captured: the net is
    captured again. (Dynamo does not guard a variable that a forward asked for and that was not set.)
 3. k or the weights of a layer changed: the graphs that are there are rewritten; nothing is captured.
@@ -56,11 +57,10 @@ class Gate:
 
     Attributes:
         backend: the kernels that were asked for. capture: its captured graphs.
-        reason: why the last call ran the definition; empty if it did not.
     """
 
     def __init__(self, net: nn.Module, backend: str) -> None:
-        self.net, self.backend, self.capture, self.reason = net, backend, Capture(net, backend), ""
+        self.net, self.backend, self.capture = net, backend, Capture(net, backend)
         self._problems: dict[str, str] = {}
         self._was_inference, self._variables = False, dict(_VARIABLES)
         self._lock, self._is_announced = threading.RLock(), False
@@ -130,11 +130,10 @@ class Gate:
         if self._was_inference and not inference:
             self._leave_inference()
         self._was_inference = inference
-        self.reason = self._blocked(args, kwargs)
-        if self.reason:
-            self.capture.tell(self.reason)
-        self.reason = self.reason or self._no_kernels(args, kwargs)
-        if self.reason:
+        blocked = self._blocked(args, kwargs)
+        if blocked:
+            self.capture.tell(blocked)
+        if blocked or self._no_kernels(args, kwargs):
             return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not self._is_as_captured():
             self.capture.forget()

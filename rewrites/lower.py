@@ -19,7 +19,7 @@ from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels import aggregate_op, fire_op
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.rewrites.equations.fuse import fire
-from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, is_frozen, replace
+from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, begin, each, is_frozen, replace
 from sj_tac.rewrites.equations.writes import CHECKPOINT
 
 
@@ -161,7 +161,8 @@ def lower(gm: GraphModule, launcher: str = "") -> None:
     for inner in gm.children():
         if isinstance(inner, GraphModule):
             lower(inner, launcher)
-    for node in list(gm.graph.nodes):
+    begin(gm.graph, lower)
+    for node in each(gm.graph):
         found = _lowered(node, launcher)
         if found is not None:
             target, args, kwargs = found

@@ -6,18 +6,19 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from sj_tac import host
 from sj_tac.definition import collapse
 from sj_tac.definition.convs import SharedConv, torchs_own
-from sj_tac.definition.neurons import OperatorNeuron
+from sj_tac.definition.neurons import OperatorNeuron, is_known
 from sj_tac.definition.noted import is_norm
 from sj_tac.errors import BackendError, ConversionError, ModelTypeError
 from sj_tac.kernels import backends, reference
@@ -133,7 +134,11 @@ def check_backend(backend: str, target: nn.Module, names: Sequence[str]) -> None
     weight = next(target.parameters(), None)
     # A net that is to run on the GPU may be converted before it is moved there.
     elsewhere = weight is None or weight.is_meta or (backend in backends.ON_CUDA and weight.device.type == "cpu")
-    problem = "" if weight is None else backends.fastest(backend, None if elsewhere else weight.device, weight.dtype)[1]
+    problem = ""
+    if weight is not None and elsewhere:
+        problem = backends.fastest(backend, None, weight.dtype)[1]
+    elif weight is not None:
+        problem = no_kernels(backend, weight.device, weight.dtype)[1]
     for name in () if problem else names:
         if problem := unfused(target.get_submodule(name)):
             problem = f"{name!r}: {problem}"
@@ -144,24 +149,32 @@ def check_backend(backend: str, target: nn.Module, names: Sequence[str]) -> None
 
 def unfused(node: Any) -> str:
     """Return why a neuron has no kernel; empty if it has one."""
-    if not decide.is_known(node):
+    if not is_known(node):
         return f"a {type(node).__name__} runs its own steps, for which there is no kernel"
     return host.neuron_problem(node) or kernel_problem(node, None)
 
 
-def kernels(net: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return, by neuron, what ran in the graphs that were captured; before a call, and of a model, what will run."""
+def no_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the compiled kernels for a net, and why they cannot run there; empty if they can."""
+    name, problem = backends.fastest(backend, device, dtype)
+    if not problem and device.type == "cpu" and dtype is torch.float16:
+        problem = "the CPU's kernels take no float16: use float32, or bfloat16"
+    return name, problem
+
+
+def kernels(net: nn.Module, plan: Plan) -> tuple[dict[str, str], Callable[[nn.Module], str]]:
+    """Return, by neuron, what ran in captured graphs, or will run; and a function that says why a neuron has no kernel."""
     gate, weight = gate_of(net), next(net.parameters(), None)
     if not plan.fused or plan.backend == reference.NAME or weight is None:
-        return {}
-    name, problem = backends.fastest(plan.backend, weight.device, weight.dtype)
+        return {}, lambda node: ""
+    name, problem = no_kernels(plan.backend, weight.device, weight.dtype)
     if problem:
-        return {}
+        return {}, lambda node: problem
     if gate is not None and gate.capture.graphs:
         fused = gate.capture.fused()
     else:
-        fused = {n for n, m in net.named_modules() if decide.is_known(m) and not unfused(m)}
-    return dict.fromkeys(fused, f"{name}, fused")
+        fused = {n for n, m in net.named_modules() if is_known(m) and not unfused(m)}
+    return dict.fromkeys(fused, f"{name}, fused"), unfused
 
 
 def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_input: Any = None) -> Report:
@@ -181,13 +194,13 @@ def plan(model: nn.Module, policy: Any = "preserve", k: int = 2, *, example_inpu
     """
     check_plain(model)
     found = analyse(model, policy, k, example_input, backends.choose("auto"), True)
-    return report_on(found, model, f"plan for {type(model).__name__}", kernels(model, found), unfused)
+    return report_on(found, model, f"plan for {type(model).__name__}", *kernels(model, found))
 
 
 def report(converted: nn.Module) -> Report:
     """What became of every conv of a converted model. Raises ConversionError."""
     record = record_of(converted, "report")
-    found = report_on(record.plan, converted, record.title, kernels(converted, record.plan), unfused)
+    found = report_on(record.plan, converted, record.title, *kernels(converted, record.plan))
     gate = gate_of(converted)
     slow = () if gate is None else tuple(gate.capture.told)
     notes = [*found.notes, *record.notes, *(f"runs as it is defined: {problem}" for problem in slow)]
@@ -268,14 +281,14 @@ def check_plain(model: Any) -> None:
             )
 
 
-def deep_copy(model: nn.Module, dry: bool = False, or_inplace: bool = True) -> nn.Module:
+def deep_copy(model: nn.Module, or_inplace: bool = True) -> nn.Module:
     """A copy. Raises ConversionError.
 
     Args:
-        dry: it is only looked at, so that it may share what it will. or_inplace: the user's call takes ``inplace=True``.
+        or_inplace: the user's call takes ``inplace=True``.
     """
     instead = "; or pass inplace=True" if or_inplace else ""
-    held = None if dry else next(_held_by_functions(model), None)
+    held = next(_held_by_functions(model), None)
     if held is not None:
         raise ConversionError(
             f"{type(model).__name__} cannot be deep-copied: {held[0]!r} is a function that holds its module {held[1]!r}, "

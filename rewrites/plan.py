@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +16,10 @@ from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError, TraceError
 from sj_tac.policy import SOURCE, Policy, Rule, Settings, as_policy, exactly
 from sj_tac.rewrites import dtypes
-from sj_tac.rewrites.arguments import as_arguments, by_name, described
+from sj_tac.rewrites.arguments import as_arguments, check_arguments, described
 from sj_tac.rewrites.decide import PLAIN, Decision, Place, Span, decide
 from sj_tac.rewrites.measure.examples import find_example
-from sj_tac.rewrites.measure.plan import Measured, Shared, plan as measure
+from sj_tac.rewrites.measure.measured import Measured, Shared, measure
 from sj_tac.rewrites.measure.runs import fresh
 from sj_tac.verdicts import AT_RISK, HELP, Reason, Refusal, Report, Verdict
 
@@ -94,12 +95,12 @@ def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
         ConversionError: it does not run on the example, or takes none of the usual shapes.
         TraceError: its forward takes other arguments.
     """
-    with torch.device("cpu"):
+    with _on_cpu():
         arguments = (find_example(model),) if example_input is None else as_arguments(example_input)
-    by_name(model, arguments)
+    check_arguments(model, arguments)
     try:
         on_cpu, arguments = _at_rest(model, arguments)
-        with torch.device("cpu"):  # whatever the user's default is
+        with _on_cpu():
             measured = measure(on_cpu, arguments, "linear" in layers)
     except (ConversionError, TraceError):
         raise
@@ -109,6 +110,12 @@ def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
             f"{' '.join(str(error).split())[:300]}); pass a batch [T, N, C, H, W] that it takes"
         ) from error
     return Looked(measured.slim(), tuple(layers), example_input is not None)
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """Return a context in which tensors are made on the CPU, whatever the user's default is."""
+    # torch asks a context before each of its functions: none, where no default is set.
+    return torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
 
 
 def _at_rest(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from sj_tac.rewrites.gate import as_defined
 # Of the largest value: what rounding moves where convolutions of another batch size add up in another order.
 NEAR = 1e-4
 ASKS = (
-    "a forward that asks for the class of a module (type(m) is layer.Conv2d, m.__class__.__name__) goes another way, as a "
+    "a forward that asks for the class of a module (type(m) is layer.Conv2d) goes another way, as a "
     "converted layer has another class: ask isinstance(m, layer.Conv2d) there"
 )
 

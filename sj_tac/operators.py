@@ -64,7 +64,7 @@ class _Operator(nn.Module):
         for role, module, allowed in (
             ("conv", conv, host.CONVS),
             ("norm", norm, (*host.NORMS, type(None))),
-            ("neuron", neuron, tuple(neurons.SWAPS)),
+            ("neuron", neuron, host.NEURONS),
             ("pool", pool, (*_POOLS, type(None))),
         ):
             # A binary collapse asks a neuron for a step that classes made of SpikingJelly's do not have.

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sj_tac import batchnorm, host
+from sj_tac.definition.classes import Swapped
 from sj_tac.definition.convs import SharedConv
-from sj_tac.definition.neurons import OperatorNeuron
-from sj_tac.definition.noted import Matchable
 from sj_tac.errors import CheckpointError, ConversionError, refuse_unknown
 from sj_tac.operators import TAC, TACTP
 from sj_tac.policy import SOURCE, Policy, Settings, nearest
@@ -234,7 +233,7 @@ def _constants(net: nn.Module) -> dict[str, dict[str, Any]]:
     found = {}
     for name, module in net.named_modules():
         # The first that a conversion did not put there.
-        kind: Any = next(c for c in type(module).__mro__ if not issubclass(c, (Matchable, OperatorNeuron)))
+        kind: Any = next(c for c in type(module).__mro__ if not issubclass(c, Swapped))
         kind = host.known_class(kind)
         if not f"{kind.__module__}.".startswith(_LIBRARIES):
             continue

@@ -71,7 +71,7 @@ REASONS: dict[Reason, tuple[str, str]] = {
         "hand it frames [T, N, ...], x.reshape(T, N, ...) or x.transpose(0, 1), if the model was meant so",
     ),
     Reason.OTHER_FRAMES: (
-        "its calls are handed frames of several layouts",
+        "its calls take frames of several layouts",
         "give each place a module of its own (weights may be shared)",
     ),
     Reason.NOT_ALIKE: (

@@ -94,7 +94,7 @@ FLOORS = [
 
 def test_imports_point_downwards():
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-    for path in [*ROOT.joinpath("sj_tac").rglob("*.py"), *ROOT.joinpath("rewrites").glob("*.py")]:
+    for path in [*ROOT.joinpath("sj_tac").rglob("*.py"), *ROOT.joinpath("rewrites").rglob("*.py")]:
         own = path.relative_to(ROOT).parts
         here = "rewrites" if own[0] == "rewrites" else own[1].removesuffix(".py")
         if here == "__init__":

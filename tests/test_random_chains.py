@@ -128,7 +128,7 @@ def row(mode, k, spikes="count", pool="none"):
 @example([row("collapse", 2, pool="max"), row("collapse", 4, pool="max")], LIF, 11, 1, "unfused")
 @example([row("collapse", 2, "binary"), row("collapse", 2), row("preserve", 4)], LIF, 13, 2, "fused")
 @example([row("collapse", 2), row("collapse", 2, "binary", "avg"), row("collapse", 4)], LIF, 5, 0, "v_seq kept")
-@settings(max_examples=3 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     st.lists(st.tuples(layers, choices), min_size=1, max_size=3),
     neurons,

@@ -10,7 +10,7 @@ from torch import nn
 
 import sj_tac
 from sj_tac.definition.convs import SharedConv
-from sj_tac.definition.neurons import TACLIFNode
+from sj_tac.definition.neurons import OperatorNeuron
 from sj_tac.errors import ConversionError
 
 
@@ -55,8 +55,8 @@ def test_the_first_layer_that_differs_is_named(x, inplace, k, change, message, m
 
 
 def test_numbers_that_are_not_finite_are_traced_to_their_layer(x, monkeypatch):
-    original = TACLIFNode.multi_step_forward
-    monkeypatch.setattr(TACLIFNode, "multi_step_forward", lambda self, x: original(self, x) / 0)
+    original = OperatorNeuron.multi_step_forward
+    monkeypatch.setattr(OperatorNeuron, "multi_step_forward", lambda self, x: original(self, x) / 0)
     with pytest.raises(ConversionError, match="layer '2' puts out numbers that are not finite"):
         sj_tac.convert(csnn()[:13], "preserve", 2, example_input=x)
 

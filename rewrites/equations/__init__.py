@@ -7,6 +7,7 @@
     neuron(expand(norm(y)) + r) = fire(y, norm, k, r)                                ``fuse``
     pool(fire(..)) = fire(.., pool)                 no other node reads the spikes   ``absorb``
     aggregate(fire(..)) = fire(.., sums)            no other node reads the spikes   ``absorb``
+    reshape(reshape(x)) = reshape(x)                and one node for equal ones      ``reshapes``
 
 What matches none of them stays the definition.
 """
@@ -19,7 +20,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from sj_tac.rewrites.equations import absorb, fuse, marks, repeats, reshapes, sink, writes
-from sj_tac.rewrites.equations.nodes import outputs_share
+from sj_tac.rewrites.equations.nodes import begin, outputs_share
 
 
 def sink_and_share(graph: Graph) -> None:
@@ -48,14 +49,15 @@ def run(gm: GraphModule, settings: Mapping[str, Any]) -> None:
             run(inner, settings)
     graph = gm.graph
     before = outputs_share(graph)
+    begin(graph, marks.replace_marks)
     marks.replace_marks(graph, settings)
     if not writes.switches_modes(graph):
-        writes.functionalize(graph)
-        writes.freeze(graph)
-        for equation in ORDER:
-            graph.sj_tac_equation = equation.__name__  # type: ignore[attr-defined]
+        for equation in (writes.functionalize, writes.freeze, *ORDER):
+            begin(graph, equation)
             equation(graph)
-            writes.sweep(graph)
+            if equation in ORDER:
+                writes.sweep(graph)
+    begin(graph, marks.keep_convolutions_shared)
     marks.keep_convolutions_shared(graph)
     writes.part_outputs(graph, before)
     graph.lint()
@@ -68,6 +70,7 @@ def define(gm: GraphModule, settings: Mapping[str, Any]) -> None:
         if isinstance(inner, GraphModule):
             define(inner, settings)
     marks.replace_marks(gm.graph, settings)
+    writes.freeze(gm.graph)  # what a checkpointed body writes into is no operand of it (lower.py)
     marks.keep_convolutions_shared(gm.graph)
     gm.graph.lint()
     gm.recompile()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from sj_tac.kernels import aggregate_op
+from sj_tac.kernels import fire_op
 from sj_tac.rewrites.equations.nodes import (
     ADDS,
     EXPAND,
@@ -46,7 +46,7 @@ def fuse(graph: Graph) -> None:
             continue
         x, v, w, *numbers = node.args
         device, frame = x.meta["example_value"].device.type, shape(x)[1:]
-        known = {"cpu": aggregate_op.ON_CPU, "cuda": aggregate_op.ON_CUDA}.get(device, ())
+        known = {"cpu": fire_op.ON_CPU, "cuda": fire_op.ON_CUDA}.get(device, ())
         if dtype(x) not in known or not frame:
             continue
         y, k, steps, residual = _drives(node, x)

@@ -64,6 +64,11 @@ def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
+def begin(graph: Graph, stage: Callable[..., Any]) -> None:
+    """Note which function rewrites the graph now, for the error if it fails."""
+    graph.sj_tac_equation, graph.sj_tac_at = stage.__name__, None  # type: ignore[attr-defined]
+
+
 def each(graph: Graph) -> Iterator[Node]:
     """Yield the nodes that the graph has now; where an equation fails, ``graph.sj_tac_at`` is the node that it looked at."""
     for node in list(graph.nodes):

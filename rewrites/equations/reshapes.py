@@ -10,6 +10,7 @@ from sj_tac.rewrites.equations.nodes import (
     AGGREGATE,
     POOLS,
     RESHAPES,
+    each,
     emit,
     is_frozen,
     is_tensor,
@@ -20,7 +21,7 @@ from sj_tac.rewrites.equations.nodes import (
 
 def tidy(graph: Graph) -> None:
     """A reshape reads what is behind the reshapes in front of it; one to the shape that there was is none."""
-    for node in list(graph.nodes):
+    for node in each(graph):
         if node.target not in RESHAPES or node.target == "contiguous" or is_frozen(node) or not is_tensor(node):
             continue
         source = through_views(node)
@@ -40,7 +41,7 @@ def through_views(node: Node) -> Node:
 def merge_equal(graph: Graph) -> None:
     """One node for equal reshapes, pools and aggregates of the same tensor."""
     known: dict[Any, Node] = {}
-    for node in list(graph.nodes):
+    for node in each(graph):
         if (node.target in RESHAPES or node.target in POOLS or node.target is AGGREGATE) and not is_frozen(node):
             key = (node.target, str(node.args), str(node.kwargs))
             if known.setdefault(key, node) is not node:

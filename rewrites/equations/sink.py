@@ -14,7 +14,6 @@ from sj_tac.rewrites.equations.nodes import (
     ADDS,
     AGGREGATE,
     EXPAND,
-    POOLS,
     RESHAPES,
     argument,
     each,
@@ -101,7 +100,7 @@ def _compact(node: Node) -> Node | None:
     if node.target in BY_ROW and len(shape(expands[0])) >= BY_ROW[node.target]:
         if node.target is F.batch_norm and not is_eval(node):
             return _live_norm(node, y, k, steps)
-        if is_eval(node) and not (node.target in POOLS and argument(node, 6, "return_indices", False)):
+        if is_eval(node):
             return emit(node, node.target, (y, *node.args[1:]), dict(node.kwargs))
     return None
 

@@ -23,8 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from sj_tac import host
 from sj_tac.definition.noted import is_norm
 from sj_tac.host import dispatch
+from sj_tac.rewrites.arguments import copied
 from sj_tac.rewrites.measure.neurons import Layout
-from sj_tac.rewrites.measure.runs import copied, first, is_convolution, run
+from sj_tac.rewrites.measure.runs import first, is_convolution, run
 from sj_tac.rewrites.measure.survey import Neuron
 from sj_tac.verdicts import Reason, Refusal
 
@@ -279,7 +280,7 @@ class _Coder:
 
     def _note(self, name: str, x: Tensor | None) -> None:
         if x is not None and x.grad_fn is not None:
-            self.found.sources.setdefault(name, set()).update(_nearest(x))
+            self.found.sources.setdefault(name, set()).update(_made_of(x, through=False))
             self._ends.append(x.grad_fn)
 
     def _emit(self, name: str, out: Any) -> Any:
@@ -308,7 +309,7 @@ class _Coder:
             codes += [places // found.digit**i % found.digit for i in range(digits)]
         signed = u * signs
         found.drives.append((name, [(signed * 2.0 ** c.to(u.dtype)).sum() for c in codes]))
-        for convolution in _above(u) - self.neurons.keys() - {INPUT}:
+        for convolution in _made_of(u, through=True) - self.neurons.keys() - {INPUT}:
             driven = found.driven.setdefault(convolution, [])
             if name not in driven:
                 driven.append(name)
@@ -343,30 +344,17 @@ def replace_outputs(module: nn.Module, outputs: list[Any]) -> None:
     module.forward = lambda *args, **kwargs: copied(next(following))
 
 
-def _above(u: Tensor) -> set[str]:
-    """Return the convolutions whose outputs a tensor was made of."""
+def _made_of(u: Tensor, through: bool) -> set[str]:
+    """Return the names that ``made_by`` notes in front of a tensor; without ``through``, those that no other name hides."""
     stack, seen, found = [u.grad_fn], set(), set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "made_by"):
-            found.add(node.made_by)
-        stack += [following for following, _ in node.next_functions]
-    return found
-
-
-def _nearest(u: Tensor) -> set[str]:
-    """Return what a tensor was made of: the names in front of it that no other name hides."""
-    stack, seen, found = [u.grad_fn], set(), set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "made_by"):
-            found.add(node.made_by)
-        else:
+        name = getattr(node, "made_by", None)
+        if name is not None:
+            found.add(name)
+        if name is None or through:
             stack += [following for following, _ in node.next_functions]
     return found

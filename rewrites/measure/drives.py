@@ -11,8 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from sj_tac import host
 from sj_tac.definition import convs
+from sj_tac.rewrites.arguments import copied
 from sj_tac.rewrites.measure.codes import replace_outputs
-from sj_tac.rewrites.measure.runs import copied, first, fresh, hooked
+from sj_tac.rewrites.measure.runs import first, fresh, hooked
 from sj_tac.rewrites.measure.survey import Neuron
 
 

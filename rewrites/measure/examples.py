@@ -19,7 +19,6 @@ STEPS, SAMPLES = (4, 8, 10, 16), 2
 # Shapes that are tried on fake tensors: a millisecond an operation.
 MOST = 35
 SIDES = (32, 64, 128, 224, 28, 34, 48)
-# Tried in the end, with one T.
 OTHER_SIDES = tuple(side for side in range(4, 100, 2) if side not in SIDES)
 
 
@@ -59,7 +58,8 @@ def _first_that_fits(net: nn.Module, kind: torch.dtype) -> tuple[tuple[int, ...]
     error: Exception | None = None
     meta = _without_steps(net).to("meta")
     for on_meta in (True, False):
-        for shape in _shapes(net) if on_meta else itertools.islice(_shapes(net), MOST):
+        usual = (shape for shape in _shapes(net) if shape[-1] not in OTHER_SIDES)
+        for shape in _shapes(net) if on_meta else itertools.islice(usual, MOST):
             problem = _problem(meta, torch.empty(shape, dtype=kind, device="meta")) if on_meta else None
             if problem is None:
                 made = _without_steps(net)  # for each: a forward that failed half way may have stored something
@@ -99,11 +99,13 @@ def _shapes(net: nn.Module) -> Iterator[tuple[int, ...]]:
     weight = next(p for p in convolutions[0].parameters() if p.dim() >= 3)
     channels = getattr(convolutions[0], "in_channels", weight.shape[1])
     dims = weight.dim() - 2
-    for steps, side in itertools.product(STEPS, SIDES if dims > 1 else (32, 128, 1024)):
-        yield (steps, SAMPLES, channels, *[side] * dims)
+    sides = SIDES if dims > 1 else (32, 128, 1024)
+    # A Linear layer behind the convolutions fits one size alone, and few nets fix T: sizes first, then T.
+    for side in (*sides, *OTHER_SIDES):
+        yield (STEPS[0], SAMPLES, channels, *[side] * dims)
     for side in SIDES:  # images, which the net repeats itself
         yield (SAMPLES, channels, *[side] * dims)
+    for steps, side in itertools.product(STEPS[1:], sides):
+        yield (steps, SAMPLES, channels, *[side] * dims)
     for steps, side in itertools.product(STEPS, SIDES):  # samples first
         yield (SAMPLES, steps, channels, *[side] * dims)
-    for side in OTHER_SIDES:
-        yield (STEPS[0], SAMPLES, channels, *[side] * dims)

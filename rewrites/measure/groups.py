@@ -1,4 +1,4 @@
-"""Which modules are handed equal frames where the frames that neurons emit are equal."""
+"""Which modules take equal frames where the frames that neurons emit are equal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from sj_tac.rewrites.arguments import copied
 from sj_tac.rewrites.measure.codes import OUTPUT, replace_outputs
 from sj_tac.rewrites.measure.neurons import Layout
-from sj_tac.rewrites.measure.runs import TOLERANCE, copied, first, fresh, hooked
+from sj_tac.rewrites.measure.runs import TOLERANCE, first, fresh, hooked
 from sj_tac.rewrites.measure.survey import Neuron
 
 RATE = 0.3

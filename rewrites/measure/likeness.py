@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sj_tac.definition.convs import SWAPS, leading, plainly, torchs_own
+from sj_tac.definition.convs import PLAIN, leading, plainly, torchs_own
 from sj_tac.rewrites.measure.neurons import Layout
 from sj_tac.rewrites.measure.runs import fresh, is_near, is_same
 
@@ -29,13 +29,13 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
 @torch.no_grad()
 def likeness(module: nn.Module, x: Tensor, layout: Layout) -> Likeness:
     """Return whether ``module`` maps each frame of x by itself: rows that are drawn with repetition give the rows drawn."""
-    if type(module) in SWAPS and "forward" not in vars(module):
+    if type(module) in PLAIN and "forward" not in vars(module):
         return Likeness()
-    out, handed = _run(module, x), x.clone()
+    out, given = _run(module, x), x.clone()
     copy: Any = fresh(module, hooks=False)
-    copy(handed)
-    if not is_same(handed, x):
-        return Likeness("it writes into what it is handed")
+    copy(given)
+    if not is_same(given, x):
+        return Likeness("it writes into its input")
     copy = fresh(module, hooks=False)
     once, twice = copy(x.clone()), copy(x.clone())
     if not is_same(once, out):

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from sj_tac import host
+from sj_tac.rewrites.arguments import copied
 
 # Largest difference, as a part of the largest value, of two results that count as the same: float32 sums in another order.
 TOLERANCE = 1e-5
@@ -69,11 +70,6 @@ def _kept(module: nn.Module) -> Iterator[Tensor]:
         held = vars(part)
         for values in (held, part._buffers, held.get("_memories", {})):
             yield from (x for x in values.values() if isinstance(x, Tensor))
-
-
-def copied(arguments: Any) -> Any:
-    """Return arguments with copies of their tensors."""
-    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, arguments)
 
 
 def first(values: Any) -> Tensor | None:
@@ -188,7 +184,7 @@ def run(
     """Return the output of a copy of ``net``; ``hook`` registers hooks on the copy.
 
     Args:
-        as_they_are: the arguments themselves are handed to it, not copies.
+        as_they_are: it gets the arguments themselves, not copies.
     """
     made = fresh(net, hooks=False)
     with hooked([] if hook is None else hook(made)):

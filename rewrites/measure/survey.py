@@ -164,7 +164,7 @@ class _Surveyor:
 
 def _is_one_of_three(module: nn.Module) -> bool:
     """Return whether the class of a neuron is SpikingJelly's, and tells its layout and its decay."""
-    return host.kind(module) in neurons.SWAPS and host.is_multi_step(module)
+    return neurons.is_known(module) and host.is_multi_step(module)
 
 
 def _is_no_neuron(module: nn.Module) -> bool:

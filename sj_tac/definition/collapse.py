@@ -1,8 +1,14 @@
 """Collapse: from a point on, equal frames stand for several steps.
 
-The definition keeps T frames everywhere. A collapse by D only makes frames equal in groups of D: a neuron, or the MaxPool
-that alone reads its spikes, emits the mean of each group of D steps, D times (``Mean``). A binary collapse lets a neuron
-take one step for each group of frames (``neurons.Merging``), and from there on a group of R equal frames counts as one.
+The definition keeps T frames everywhere. A collapse by D only makes frames equal in groups of D. T = 5 and D = 2:
+
+    counted    the neuron takes its 5 steps; it, or the MaxPool that alone reads its spikes s, emits the mean of each group
+               (``Mean``): m0 m0 m1 m1 s4. A convolution behind (``Sharing.stretch`` = 2) computes m0, m1 and s4, and its
+               output has 5 frames again. Its neuron takes 5 steps and emits means, too.
+    binary     the neuron takes one step for each group of equal drives (``neurons.Merging``) and emits one spike for it:
+               s0 s0 s1 s1 s2. Behind it, two equal frames are one step (``rate`` = 2) for convolutions and neurons.
+
+With ``emit: groups`` the net returns one frame of each group (``Groups``): 3 of these 5.
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ class Mean:
         rows, steps = self.frames.time_first(x, T), ops.groups(T, self.rate)
         if self.rate > 1:
             rows = ops.last_of_each(rows, self.rate, T)
-        # Asked here, too: where Dynamo gives this frame up, it may still compile the question's own.
+        # Both questions: Dynamo may give this function up, and still compile ``is_captured`` by itself, to True.
         if torch.compiler.is_dynamo_compiling() and ops.is_captured():
             rows = ops.mark(rows, None, None, 1.0, steps, self.layer)
         else:

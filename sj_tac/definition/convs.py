@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.definition import ops, saying
+from sj_tac.definition import notices, ops
+from sj_tac.definition.classes import mixed, own_class
 from sj_tac.definition.frames import Frames, forget_calls, note_calls
-from sj_tac.definition.neurons import OperatorNeuron
 from sj_tac.definition.noted import Matchable, Noted, words
 from sj_tac.errors import ConversionError
 
@@ -28,11 +28,13 @@ class Sharing:
         neuron: the neuron that the convolution drives, whose decay weighs the frames.
         beta: the decay as it was measured, of a neuron whose class is unknown.
         frames: where its frames are; by default [T, N, ...].
-        plain: on sums, torch's own forward of its class runs, on folded rows: its own takes T frames alone, and equals that.
-        stretch, rate: behind a collapse, a frame is ``stretch`` rows of those that a neuron counts as steps, and each of
-            these is ``rate`` rows of the tensor (definition/collapse.py). k counts what the neuron counts.
+        plain: its class's forward takes T frames alone, so torch's own convolution, which gives the same, takes the sums.
+        stretch, rate: behind a collapse, frames are equal in groups (definition/collapse.py). A step of the neuron has
+            ``rate`` equal rows of the tensor (binary collapse), of which one is taken. ``stretch`` steps have equal frames
+            (counted collapse). k counts steps; it is 1, a part of stretch, or a multiple of it.
         layer: the convolution's qualified name.
-        weights: "decay": ``w_j = beta^(k-1-j) / S_k``; "uniform": ``1 / k``; "learned": the softmax of ``tac_logits`` [k].
+        weights: "decay": ``w_j = beta^(k-1-j) / S_k``; "uniform": ``1 / k``; "learned": the softmax of
+            ``tac_logits`` [k / stretch]. ``S_k`` is ``1 + beta + .. + beta^(k-1)``.
         normalize: weights sum to 1. False is the paper's form, without ``/ S_k``.
         dtype: that its convolution computes in, and its result is rounded to; None for the input's.
         gate: of the net whose calls are captured (rewrites/gate.py); None if none are.
@@ -74,8 +76,8 @@ class Sharing:
         """Return the neuron's decay: a number, or a tensor if it has a gradient."""
         if self.beta is not None:
             return self.beta
-        node, wide = self.neuron, host.wide_dtype(dtype)
-        return node.step_decay(wide) if isinstance(node, OperatorNeuron) else host.decay(node, wide)
+        found: float | Tensor = host.decay(self.neuron, host.wide_dtype(dtype))
+        return found
 
     def marked(self, dtype: torch.dtype, logits: Tensor | None) -> tuple[Tensor | None, Tensor | None, float | None]:
         """Return what ``ops.mark`` must hold, whatever k will be: logits, the decay as a tensor, or as a number."""
@@ -120,8 +122,9 @@ class SharedConv(Matchable):
         sharing, captured = self.sharing, torch.compiler.is_dynamo_compiling()
         frames = sharing.frames
         if not frames.folded and getattr(self, "step_mode", "m") == "s" and isinstance(self, host.StepModule):
-            if not captured and sharing.k > 1 and getattr(sharing.neuron, "step_mode", "s") == "m":
-                saying.single(sharing.layer)
+            merges = getattr(sharing.neuron, "merging", None) is not None
+            if (merges or not captured) and sharing.k > 1 and getattr(sharing.neuron, "step_mode", "s") == "m":
+                notices.single(sharing.layer, merges)
             one_step: Tensor = super().forward(x, *rest, **kwargs)
             return one_step
         of_call = frames.steps(x) if x.numel() else None
@@ -173,9 +176,9 @@ class SharedConv(Matchable):
         ops.refuse_trace()
         sharing = self.sharing
         if steps is None and sharing.k > 1:
-            saying.unknown(sharing.layer, tuple(x.shape))
+            notices.unknown(sharing.layer, tuple(x.shape))
         elif sharing.gate is not None and not ops.is_inside():
-            saying.part(type(sharing.gate.net).__name__)
+            notices.part(type(sharing.gate.net).__name__)
 
     def fit_logits(self) -> None:
         """Give the convolution the logits that its weights need: k of them, at the decay weights, or none."""
@@ -206,12 +209,6 @@ class SharedConv(Matchable):
         sharing = self.sharing
         shown = f"{super().extra_repr()}, k={sharing.k}, weights={sharing.weights}"
         return shown if sharing.normalize else f"{shown}, normalize=False"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)
-        kind = type(self)
-        # A class that was made here is found by the class that it was made of.
-        return (_new, (kind.__bases__[1],), *made[2:]) if kind.__dict__.get("_is_made_here") else made
 
 
 def has_trained_logits(module: nn.Module) -> bool:
@@ -249,71 +246,20 @@ def rounded(module: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     return made.reshape(*x.shape[:rows], *made.shape[1:])
 
 
-class TACConv1d(SharedConv, host.layer.Conv1d):
-    """Conv1d of a converted net."""
-
-
-class TACConv2d(SharedConv, host.layer.Conv2d):
-    """Conv2d of a converted net."""
-
-
-class TACConv3d(SharedConv, host.layer.Conv3d):
-    """Conv3d of a converted net."""
-
-
-class TACLinear(SharedConv, host.layer.Linear):
-    """Linear of a converted net."""
-
-
-class TACTorchConv1d(SharedConv, nn.Conv1d):
-    """torch's Conv1d in a converted net."""
-
-
-class TACTorchConv2d(SharedConv, nn.Conv2d):
-    """torch's Conv2d in a converted net."""
-
-
-class TACTorchConv3d(SharedConv, nn.Conv3d):
-    """torch's Conv3d in a converted net."""
-
-
-class TACTorchLinear(SharedConv, nn.Linear):
-    """torch's Linear in a converted net."""
-
-
-SWAPS: dict[type[nn.Module], type[nn.Module]] = {
-    host.layer.Conv1d: TACConv1d,
-    host.layer.Conv2d: TACConv2d,
-    host.layer.Conv3d: TACConv3d,
-    host.layer.Linear: TACLinear,
-    nn.Conv1d: TACTorchConv1d,
-    nn.Conv2d: TACTorchConv2d,
-    nn.Conv3d: TACTorchConv3d,
-    nn.Linear: TACTorchLinear,
-}
-
-
-# Classes that were made of the user's.
-_MADE: dict[type[nn.Module], type[nn.Module]] = {}
+# Classes whose forward is known: it treats all frames alike.
+PLAIN: tuple[type[nn.Module], ...] = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear),
+    *(host.layer.Conv1d, host.layer.Conv2d, host.layer.Conv3d, host.layer.Linear),
+)
 
 
 def shared_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that ``share`` gives a convolution of class ``kind``; for a class of the user's it is made here."""
-    if kind in SWAPS:
-        return SWAPS[kind]
+    """Return the class that ``share`` gives a convolution of class ``kind``."""
     if "weight" in kind.__dict__ and kind.__name__ == f"Parametrized{kind.__bases__[0].__name__}":
         # torch makes it of the source's class for one module, and gives the module its first base when that ends.
         names = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")} | {"_is_made_of": kind}
         return type(kind.__name__, (shared_class(kind.__bases__[0]),), names)
-    if kind not in _MADE:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_is_made_here": True}
-        _MADE[kind] = type(kind.__name__, (SharedConv, kind), names)
-    return _MADE[kind]
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    made = shared_class(kind)
-    return made.__new__(made)
+    return mixed(SharedConv, kind)
 
 
 def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
@@ -350,7 +296,7 @@ def _check(modules: Mapping[str, nn.Module], name: str, sharing: Sharing) -> Non
         raise ValueError(f"the net has no module {name!r}")
     if sharing.beta is None and (problem := host.many_numbers(sharing.neuron)):
         raise ValueError(f"{name!r} drives a neuron with several decays: its {problem}")
-    if type(conv) in SWAPS and not _takes_frames(conv) and not sharing.frames.folded:
+    if type(conv) in PLAIN and not _takes_frames(conv) and not sharing.frames.folded:
         raise ValueError(
             f"convolution {name!r} ({type(conv).__name__}) takes folded frames [T * N, C, ...]: its Sharing needs "
             "Frames(folded=True, rules=...), which find T"
@@ -367,7 +313,7 @@ def source_class(made: type[nn.Module]) -> type[nn.Module]:
     if known is not None:
         return known
     if SharedConv in made.__bases__:
-        return next((kind for kind, swap in SWAPS.items() if swap is made), made.__bases__[1])
+        return own_class(made)
     # It was parametrized since: torch made a class of the swapped one.
     names = {n: v for n, v in vars(made).items() if n not in ("__dict__", "__weakref__")}
     return type(made.__name__, (source_class(made.__bases__[0]),), names)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.definition import ops
+from sj_tac.definition.classes import Swapped, mixed, own_class
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,10 @@ class Merging:
     """What a neuron does behind, or in, a binary collapse.
 
     Attributes:
-        rate: R equal frames count as one. steps: K of these make one step, ``h = r + beta^K (v - r) + gamma S_K x``.
-        normalize: False is the paper's form, ``gamma x``.
+        rate: R equal frames count as one. steps: K of these make one step, ``h = r + beta^K (v - r) + gamma S_K x``, with
+            v_reset r, decay beta, input gain gamma and ``S_K = 1 + beta + .. + beta^(K-1)``. The drives of a group must be
+            equal, which the convolution in front makes sure of: one of them is taken.
+        normalize: False is the paper's form, ``gamma x``: its sums have the factor S_K already.
     """
 
     rate: int = 1
@@ -30,7 +33,7 @@ class Merging:
 _ANY = 0, 1.0
 
 
-class OperatorNeuron(nn.Module):
+class OperatorNeuron(Swapped):
     """Mixin for a neuron class of SpikingJelly: a multi-step call runs ``ops.neuron``.
 
     The call runs SpikingJelly's own steps instead if the operator does not take the neuron as it is now (``problem``).
@@ -39,10 +42,6 @@ class OperatorNeuron(nn.Module):
     merging: Merging | None = None
     # Noted in front of each captured call (rewrites/gate.py): no value of the surrogate is needed, only its gradient.
     fires_by_threshold = False
-
-    def step_decay(self, dtype: torch.dtype) -> float | Tensor:
-        """Return ``host.decay``. The classes below know theirs: no look into the registry."""
-        return host.decay(self, dtype)
 
     def multi_step_forward(self, x_seq: Tensor) -> Tensor:
         """Return the spikes [T, N, ...] of the drives [T, N, ...], and store the last voltage as SpikingJelly does."""
@@ -56,7 +55,7 @@ class OperatorNeuron(nn.Module):
     def _merged(self, drives: Tensor, steps: int) -> Tensor:
         """Return one spike for each group of a binary collapse, whose drives [G, N, ...] these are."""
         merging, wide = self.merging or Merging(), host.wide_dtype(drives.dtype)
-        beta, gain, rest = self.step_decay(wide), host.input_gain(self, wide), host.resting_voltage(self)
+        beta, gain, rest = host.decay(self, wide), host.input_gain(self, wide), host.resting_voltage(self)
         spikes: list[Tensor] = []  # Dynamo cannot call list[Tensor]
         history: list[Tensor] = []
         count, v = ops.groups(steps, merging.rate), _voltage(self, drives)
@@ -114,52 +113,28 @@ def problem(node: Any, x: Tensor) -> str:
     return host.neuron_problem(node)
 
 
-class TACLIFNode(OperatorNeuron, host.neuron.LIFNode):
-    """LIFNode of a converted net."""
-
-    def step_decay(self, dtype: torch.dtype) -> float | Tensor:
-        """Return ``1 - 1 / tau``."""
-        return 1.0 - 1.0 / float(self.tau) if isinstance(self.tau, (int, float)) else host.decay(self, dtype)
-
-
-class TACIFNode(OperatorNeuron, host.neuron.IFNode):
-    """IFNode of a converted net."""
-
-    def step_decay(self, dtype: torch.dtype) -> float | Tensor:
-        """Return 1."""
-        return 1.0
-
-
-class TACParametricLIFNode(OperatorNeuron, host.neuron.ParametricLIFNode):
-    """ParametricLIFNode of a converted net."""
-
-
-SWAPS: dict[type[nn.Module], type[nn.Module]] = {
-    host.neuron.LIFNode: TACLIFNode,
-    host.neuron.IFNode: TACIFNode,
-    host.neuron.ParametricLIFNode: TACParametricLIFNode,
-}
+def is_known(module: nn.Module) -> bool:
+    """Return whether a neuron's steps are one operator here, or become one: SpikingJelly's three, however constructed."""
+    return isinstance(module, OperatorNeuron) or host.kind(module) in host.NEURONS
 
 
 def swap(net: nn.Module) -> list[str]:
-    """Change the class of each neuron of ``SWAPS`` in ``net``, in place, and return their names.
+    """Change the class of each neuron that ``is_known`` in ``net``, in place, and return their names.
 
-    Parameters, memories and keys stay as they are. A neuron of a subclass is left alone: its steps are its own.
+    Parameters, memories and keys stay as they are. Other neurons are left alone: their steps are their own.
     """
     found = []
     for name, module in net.named_modules():
-        kind = SWAPS.get(type(module))
-        if kind is not None:
-            module.__class__ = kind
+        if is_known(module) and not isinstance(module, OperatorNeuron):
+            module.__class__ = mixed(OperatorNeuron, type(module))
             found.append(name)
     return found
 
 
 def undo(net: nn.Module) -> None:
     """Give each neuron that ``swap`` changed its own class again."""
-    own = {made: kind for kind, made in SWAPS.items()}
     for module in net.modules():
-        if type(module) in own:
+        if isinstance(module, OperatorNeuron):
             for name in ("merging", "fires_by_threshold"):
                 vars(module).pop(name, None)
-            module.__class__ = own[type(module)]
+            module.__class__ = own_class(type(module))  # type: ignore[assignment]

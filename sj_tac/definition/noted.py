@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sj_tac.definition.classes import Swapped, mixed, own_class
 from sj_tac.definition.ops import is_captured
 from sj_tac.errors import MatchedStatisticsWarning
 
 # In a state_dict's metadata, beside the version of a module.
 MATCHED = "sj_tac.matched"
-# What statistics of a BatchNorm fit that is handed single frames.
+# What the statistics of a BatchNorm fit that takes single frames.
 SINGLE = "the source's rate"
 
 
@@ -30,7 +31,7 @@ class Noted:
         name: of the convolution, or of the BatchNorm itself behind one that is not converted.
         fits: which mode and k a correction of it is for, as ``words``.
         matched: what it was corrected for; empty if it was not.
-        aggregated: whether it is handed aggregated frames. frozen: whether it stays in eval mode. moved: whether its
+        aggregated: whether it takes aggregated frames. frozen: whether it stays in eval mode. moved: whether its
             statistics learned from aggregated frames.
     """
 
@@ -47,7 +48,7 @@ def words(mode: str, k: int, weights: str) -> str:
     return f"{mode} k={k}" if weights == "decay" else f"{mode} k={k}, {weights} weights"
 
 
-class Matchable(nn.Module):
+class Matchable(Swapped):
     """Mixin for a module whose state_dict says in its metadata what ``match`` corrected its values for."""
 
     _tac: Noted
@@ -100,26 +101,6 @@ class NotedNorm(Matchable):
         if prefix + self._corrected in state_dict:
             self._tac.moved = False
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_new, (type(self).__bases__[1],), *super().__reduce_ex__(protocol)[2:])
-
-
-# Classes that were made of BatchNorm classes.
-_MADE: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def noted_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a BatchNorm of class ``kind`` gets."""
-    if kind not in _MADE:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        _MADE[kind] = type(kind.__name__, (NotedNorm, kind), names)
-    return _MADE[kind]
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    made = noted_class(kind)
-    return made.__new__(made)
-
 
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a BatchNorm, of torch's or of a class made of it."""
@@ -143,7 +124,7 @@ def note_norms(net: nn.Module, found: Mapping[str, Noted]) -> None:
 
 
 def remember(net: nn.Module, names: Collection[str]) -> None:
-    """Let those of these modules that are BatchNorms keep notes too: an earlier k handed them aggregated frames."""
+    """Let those of these modules that are BatchNorms keep notes too: an earlier k gave them aggregated frames."""
     for name, module in net.named_modules():
         if name in names and is_norm(module) and not isinstance(module, NotedNorm):
             _note(module, Noted(name, SINGLE))
@@ -151,11 +132,11 @@ def remember(net: nn.Module, names: Collection[str]) -> None:
 
 def _note(module: nn.Module, noted: Noted) -> None:
     module._tac = noted  # type: ignore[assignment]
-    module.__class__ = noted_class(type(module))
+    module.__class__ = mixed(NotedNorm, type(module))
 
 
 def forget(module: nn.Module) -> None:
     """Give a BatchNorm its own class again."""
     if isinstance(module, NotedNorm):
         vars(module).pop("_tac", None)
-        module.__class__ = type(module).__bases__[1]
+        module.__class__ = own_class(type(module))  # type: ignore[assignment]

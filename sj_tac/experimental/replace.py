@@ -8,11 +8,11 @@ from typing import Any, Literal
 from torch import nn
 
 from sj_tac import host
+from sj_tac.definition.neurons import is_known
 from sj_tac.errors import ConversionError
 from sj_tac.experimental.ftc import BiquadNode
 from sj_tac.experimental.imc import InformationGate
 from sj_tac.experimental.tcc import SilentFrameConv2d
-from sj_tac.rewrites.decide import is_known
 from sj_tac.rewrites.plan import look
 
 Operator = Literal["FTC", "IMC", "TCC"]

@@ -1,4 +1,4 @@
-"""``fire`` by backend: what each can do, and the same call for all of them."""
+"""``sj_tac.functional.fire``, the same call for all backends. Captured calls come by rewrites/lower.py instead."""
 
 from __future__ import annotations
 

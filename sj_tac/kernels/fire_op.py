@@ -86,7 +86,7 @@ fire = torch.library.custom_op("sj_tac::fire", fire_now, mutates_args=(), device
 
 def _is_last(o: Operands) -> bool:
     """Whether what the kernels put out is channels_last, as y is."""
-    return is_channels_last(o.y) and (o.y.device.type == "cuda" or in_tiles(o.y, o.pool, o.window))
+    return is_channels_last(o.y) and (o.y.device.type == "cuda" or in_tiles(o.pool, o.window))
 
 
 @fire.register_fake

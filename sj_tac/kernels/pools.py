@@ -11,7 +11,6 @@ from sj_tac.kernels.layout import is_channels_last
 # What the operator's argument ``pool`` says.
 NO_POOL, MAX_POOL, AVG_POOL = range(3)
 # For those who read messages.
-NAMES = "no pool", "MaxPool", "AvgPool"
 
 
 def number(pool: nn.Module | None) -> int:
@@ -34,11 +33,11 @@ def overlap(pool: int, window: Sequence[int]) -> bool:
     return pool == MAX_POOL and tuple(window) == (3, 3, 2, 2, 1, 1)
 
 
-def in_tiles(y: Tensor, pool: int, window: Sequence[int]) -> bool:
+def in_tiles(pool: int, window: Sequence[int]) -> bool:
     """Whether kernels of both memory formats run this: no pool, MaxPool of 2x2 windows side by side, or ``overlap``."""
     return not pool or (pool == MAX_POOL and tuple(window) == (2, 2, 2, 2, 0, 0)) or overlap(pool, window)
 
 
 def in_registers(y: Tensor, pool: int, window: Sequence[int], residual: Tensor | None) -> bool:
     """Whether the CPU's forward steps in registers: as ``in_tiles``, but ``overlap`` without residual, in channels_last."""
-    return in_tiles(y, pool, window) and (not overlap(pool, window) or (residual is None and is_channels_last(y)))
+    return in_tiles(pool, window) and (not overlap(pool, window) or (residual is None and is_channels_last(y)))

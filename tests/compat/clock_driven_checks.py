@@ -313,3 +313,26 @@ def test_importing_twice_changes_nothing_more():
     importlib.reload(sys.modules["sj_tac.compat.clock_driven"])
     assert importlib.import_module("spikingjelly.clock_driven.neuron") is neuron
     assert len(sys.meta_path) == finders
+
+
+class OnlyConstructed(installed_neuron.LIFNode):
+    def __init__(self):
+        super().__init__(tau=3.0, step_mode="m")
+
+
+def test_neurons_that_are_only_constructed_otherwise_run_in_kernels():
+    torch.manual_seed(0)
+    nodes = neuron.MultiStepLIFNode(v_threshold=0.1), OnlyConstructed()
+    nodes[1].v_threshold = 0.02
+    convs = [installed_layer.Conv2d(i, 4, 3, padding=1, step_mode="m") for i in (2, 4)]
+    net = torch.nn.Sequential(convs[0], nodes[0], convs[1], nodes[1]).eval()
+    fast = sj_tac.convert(net, "preserve", 2, example_input=torch.rand(4, 2, 2, 8, 8))
+    assert [v.kernel for v in sj_tac.report(fast).converted] == ["numba, fused"] * 2
+    again = pickle.loads(pickle.dumps(fast))
+    assert [type(m).__name__ for m in again] == [type(m).__name__ for m in net]
+    x = 3 * torch.rand(4, 2, 2, 8, 8)
+    with torch.no_grad():
+        expected = fast(x)
+        assert 0.02 < expected.mean() < 0.95
+        assert torch.equal(again(x), expected)
+    assert [type(m) for m in sj_tac.restore(fast)] == [type(m) for m in net]

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from captured import NETS, X, agree, blocks, captures, fused, graphs, pair, seen, source
+from captured import X, agree, blocks, captures, fused, graphs, pair, seen, source
 from spikingjelly.activation_based import functional
 from support import frames, only_v2
 
@@ -21,7 +21,9 @@ from sj_tac.errors import CaptureWarning, ConversionError
 from sj_tac.rewrites.gate import gate_of
 
 pytestmark = [only_v2, pytest.mark.captured]
-every_net = pytest.mark.parametrize("name", NETS)
+every_net = pytest.mark.parametrize(
+    "name", ["sew", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dvs", "spikformer"))]
+)
 
 
 @pytest.fixture(autouse=True)

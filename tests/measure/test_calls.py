@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from measure.small_nets import CASES, SIZE, C, Leaky, Looping, N, T
-from measure.test_plan import frames, made
+from measure.test_measured import frames, made
 from torch import nn
 
 import sj_tac

@@ -11,7 +11,7 @@ from support import ZOO, awake, frames, only_v2
 from torch import nn
 
 from sj_tac.definition import convs, neurons
-from sj_tac.rewrites.measure.plan import plan
+from sj_tac.rewrites.measure.measured import measure
 from sj_tac.verdicts import Refusal
 
 PLANS = {}
@@ -21,7 +21,7 @@ def planned(name):
     """The plan of an idiom; each is made once."""
     if name not in PLANS:
         net, x = make(name, torch.float64)
-        PLANS[name] = plan(net, (x,), linears="linear" in IDIOMS[name].layers)
+        PLANS[name] = measure(net, (x,), linears="linear" in IDIOMS[name].layers)
     return PLANS[name]
 
 
@@ -68,7 +68,7 @@ def test_nets_of_spikingjelly(name):
     net, x = builder().eval(), frames(4, 2, channels, side, side, rate=0.3)
     functional.set_step_mode(net, "m")
     awake(net, x)
-    found = plan(net, (x,))
+    found = measure(net, (x,))
     assert len(found.convolutions) == len([m for m in net.modules() if isinstance(m, nn.modules.conv._ConvNd)])
     affine = [layer for layer, each in found.shared.items() if each.is_affine]
     assert len(affine) >= chains, {n: each.detail for n, each in found.convolutions.items() if isinstance(each, Refusal)}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from measure.small_nets import SIZE, C, Leaky, N, Net, T, conv, plain, unfolded
-from measure.test_plan import frames
+from measure.test_measured import frames
 from spikingjelly.activation_based import neuron
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import sj_tac
 from sj_tac.definition import convs
 from sj_tac.errors import CaptureWarning
-from sj_tac.rewrites.measure.plan import Shared, plan
+from sj_tac.rewrites.measure.measured import Shared, measure
 from sj_tac.verdicts import Refusal
 
 X = frames((T, N, C, SIZE, SIZE))
@@ -23,7 +23,7 @@ X = frames((T, N, C, SIZE, SIZE))
 
 def planned(net, *args):
     torch.manual_seed(0)
-    return plan(net.double().eval(), args or (X,)).convolutions["conv"]
+    return measure(net.double().eval(), args or (X,)).convolutions["conv"]
 
 
 class Pixels(Leaky):
@@ -54,7 +54,7 @@ def test_a_registered_neuron_with_a_parameter_for_each_pixel_is_no_convolution()
     sj_tac.register_neuron(Pixels, decay=0.25)
     net = Net(plain, conv=conv(), neuron=Pixels())
     assert isinstance(planned(net), Shared)
-    assert list(plan(net, (X,)).convolutions) == ["conv"]
+    assert list(measure(net, (X,)).convolutions) == ["conv"]
 
 
 class Reversed(nn.Module):
@@ -105,7 +105,7 @@ def test_a_parametrized_convolution_is_shared():
     net = Net(plain, conv=conv(), neuron=Leaky())
     parametrizations.weight_norm(net.conv)
     assert isinstance(planned(net), Shared)
-    assert list(plan(net, (X,)).convolutions) == ["conv"]
+    assert list(measure(net, (X,)).convolutions) == ["conv"]
 
 
 def test_a_neuron_that_is_called_by_keyword():
@@ -114,7 +114,7 @@ def test_a_neuron_that_is_called_by_keyword():
 
 def test_half_numbers_end_at_2_to_the_16():
     net = Net(plain, conv=conv(), neuron=Leaky()).half().eval()
-    found = plan(net, (torch.randn(20, 2, C, SIZE, SIZE).half(),)).convolutions["conv"]
+    found = measure(net, (torch.randn(20, 2, C, SIZE, SIZE).half(),)).convolutions["conv"]
     assert isinstance(found, Shared)
     assert (found.layout.T, found.layout.N) == (20, 2)
 
@@ -157,7 +157,7 @@ def test_what_a_copy_shares_with_the_net_is_as_it_was(make):
     wanted = random.random(), np.random.rand()
     random.seed(1)
     np.random.seed(1)
-    plan(net, (X,))
+    measure(net, (X,))
     assert (random.random(), np.random.rand()) == wanted
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert getattr(net.neuron, "v", None) == memories
@@ -179,7 +179,7 @@ def test_a_t_that_is_changed_in_the_net_is_not_taken_for_the_old_one():
     torch.manual_seed(0)
     net, x = Repeats().double().eval(), frames((3, C, SIZE, SIZE))
     fast = copy.deepcopy(net)
-    convs.share(fast, plan(net, (x,)).sharings(3, fast))
+    convs.share(fast, measure(net, (x,)).sharings(3, fast))
     assert fast(x).shape == net(x).shape
     net.T = fast.T = 2 * T
     with pytest.warns(CaptureWarning, match="cannot tell T"):

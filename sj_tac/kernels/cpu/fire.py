@@ -151,7 +151,7 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
     if (wide := _wide(o, False)) is not None:
         found, voltages = forward(wide)
         return found.to(o.y.dtype), voltages
-    tiled, sheets = in_tiles(o.y, o.pool, o.window), overlap(o.pool, o.window)
+    tiled, sheets = in_tiles(o.pool, o.window), overlap(o.pool, o.window)
     last = tiled and is_channels_last(o.y)
     if o.residual is not None and (sheets or not tiled):
         o = spread(o)
@@ -192,7 +192,7 @@ def backward(go: Tensor, gv: Tensor, o: Operands, need_linear: bool) -> tuple[Te
         gy, *others = backward(go.to(whole.y.dtype), gv, whole, need_linear)
         return gy.to(o.y.dtype), *others
     y, steps, wide = o.y, sum(o.lengths), WIDE[o.y.dtype]
-    tiled, sheets = in_tiles(y, o.pool, o.window), overlap(o.pool, o.window)
+    tiled, sheets = in_tiles(o.pool, o.window), overlap(o.pool, o.window)
     last = tiled and is_channels_last(y)
     gy = empty(y, list(y.shape), last)
     gv0 = y.new_empty(0, dtype=wide) if o.v0 is None else empty(y, list(y.shape[1:]), last, wide)

@@ -8,7 +8,7 @@ from measure.small_nets import CASES, MEET, T
 from torch import nn
 
 from sj_tac.definition import convs
-from sj_tac.rewrites.measure.plan import Shared, plan
+from sj_tac.rewrites.measure.measured import Shared, measure
 from sj_tac.verdicts import Refusal
 
 CODES = {
@@ -42,7 +42,7 @@ def planned():
 
     def find(name):
         if name not in plans:
-            plans[name] = plan(made(name), (frames(CASES[name].shape),))
+            plans[name] = measure(made(name), (frames(CASES[name].shape),))
         return plans[name]
 
     return find
@@ -144,7 +144,7 @@ def test_a_plan_leaves_the_net_and_the_random_stream_as_they_were(name):
     torch.manual_seed(3)
     called = []
     net.register_forward_hook(lambda *args: called.append(args))
-    notes = plan(net, (frames(CASES[name].shape),)).notes
+    notes = measure(net, (frames(CASES[name].shape),)).notes
     assert "planned without the hooks of ['Net']" in notes[0]
     assert torch.equal(torch.rand(3), wanted)
     assert not called
@@ -158,9 +158,9 @@ def test_a_frozen_net_and_a_call_under_no_grad_are_planned_as_well():
     net, x = made("plain"), frames(CASES["plain"].shape)
     net.requires_grad_(False)
     with torch.no_grad():
-        assert isinstance(plan(net, (x,)).convolutions["conv"], Shared)
+        assert isinstance(measure(net, (x,)).convolutions["conv"], Shared)
     with torch.inference_mode():
-        assert isinstance(plan(net, (x,)).convolutions["conv"], Shared)
+        assert isinstance(measure(net, (x,)).convolutions["conv"], Shared)
 
 
 def test_a_residual_branch_that_ends_in_zeros_is_seen():
@@ -168,7 +168,7 @@ def test_a_residual_branch_that_ends_in_zeros_is_seen():
     net = made("plain")
     net.conv.weight.data.zero_()
     net.conv.bias.data.zero_()
-    assert isinstance(plan(net, (frames(CASES["plain"].shape),)).convolutions["conv"], Shared)
+    assert isinstance(measure(net, (frames(CASES["plain"].shape),)).convolutions["conv"], Shared)
 
 
 def test_linear_layers_are_planned_on_request():
@@ -181,6 +181,6 @@ def test_linear_layers_are_planned_on_request():
             return self.neuron(self.fc(x)[..., None, None])
 
     x = frames((T, 3, 4))
-    assert not plan(Tokens().double(), (x,)).convolutions
-    found = plan(Tokens().double(), (x,), linears=True).convolutions["fc"]
+    assert not measure(Tokens().double(), (x,)).convolutions
+    found = measure(Tokens().double(), (x,), linears=True).convolutions["fc"]
     assert (found.layout.dim, found.layout.folded) == (0, False)

@@ -1,8 +1,8 @@
-"""What a converted layer says, once, of a call that gains nothing."""
+"""Warnings of converted layers about calls that share nothing, or run no kernels."""
 
 import warnings
 
-from sj_tac.errors import CaptureWarning
+from sj_tac.errors import CaptureWarning, ConversionError
 
 
 def part(root: str) -> None:
@@ -15,8 +15,17 @@ def part(root: str) -> None:
     )
 
 
-def single(layer: str) -> None:
-    """Warn that a layer is handed single steps, or folded frames, of a neuron that runs many."""
+def single(layer: str, merges: bool) -> None:
+    """Warn that a layer runs single steps, or folded frames, in front of a neuron that runs many.
+
+    Raises:
+        ConversionError: the neuron ``merges`` equal drives, which these are not.
+    """
+    if merges:
+        raise ConversionError(
+            f"convolution {layer!r} is in step mode 's', its neuron in 'm', and the neuron makes one step of equal drives "
+            "(a binary collapse): set both to the same mode; a tool that sets it is to rewrite the source, before convert"
+        )
     warnings.warn(
         f"convolution {layer!r} is in step mode 's', its neuron in 'm': sj_tac shares nothing there, and each frame "
         "is computed. Set both to the same mode; a tool that sets it itself is to rewrite the source, before convert",

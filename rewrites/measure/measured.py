@@ -1,4 +1,4 @@
-"""The plan of a net by measurement: of each convolution, whether and how it may run once for k frames, or why not."""
+"""Everything that is measured of a net: of each convolution, whether and how it may run once for k frames, or why not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Shared:
         decay: as measured; None where the neuron's class tells it.
         plain: as torch's own forward on folded rows, for its own takes T frames alone.
         off: how far a group's weighted sum of its neurons' drives is off when it is shared at k = 2, as a part of the sum:
-            0 where the path is affine, but for rounding. None: not measured. is_affine: whether it is no more than rounding.
+            0 where the path is affine, but for rounding; None where no neuron was reached. is_affine: whether it is no more
+            than rounding.
         notes: what a reader of the plan should know.
     """
 
@@ -64,7 +65,7 @@ class Measured:
     Attributes:
         convolutions: by name, in the net's order. neurons: by name. others: why other modules are no neurons.
         sources: of each neuron and convolution, and of OUTPUT, what its input is made of: the nearest convolutions and
-            neurons, and INPUT. alike: those that are handed equal frames where the neurons in front emit equal ones.
+            neurons, and INPUT. alike: those that take equal frames where the neurons in front emit equal ones.
         pools: of a neuron, the MaxPool that alone reads its spikes. calls: how often each module was called, in their order.
         kinds: names of the neurons' classes. norms: names of the BatchNorms that were called.
         macs: of each convolution, T and multiply-accumulates of a frame of one sample.
@@ -103,7 +104,7 @@ class Measured:
         return {name: found.sharing(k, net) for name, found in chosen.items()}
 
 
-def plan(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> Measured:
+def measure(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> Measured:
     """Measure a net on an example. It is left as it was, its hooks do not run, and the random stream does not move.
 
     Args:
@@ -163,7 +164,7 @@ class _Planner:
             return problem if calls == 1 else replace(problem, detail=f"it is called {calls} times; {problem.detail}")
         layouts = [r for r in read if isinstance(r, Layout)]
         if len(set(layouts)) > 1:
-            return Refusal(Reason.OTHER_FRAMES, f"its {calls} calls are handed other frames each")
+            return Refusal(Reason.OTHER_FRAMES, f"its {calls} calls take other frames each")
         if convs.torchs_own(module) and layouts[0].dim >= max(1, leads):
             return Refusal(Reason.TIME_IN_CHANNELS, "time is among its channels")
         return self._weighed(Shared(layouts[0], tuple(driven), notes=tuple(notes)))
@@ -293,7 +294,7 @@ class _Planner:
                 largest = _largest(
                     compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, found.neurons), shared
                 )
-            is_affine = largest is None or self._is_rounding(largest, shared)
+            is_affine = largest is not None and self._is_rounding(largest, shared)
             found.convolutions[name] = replace(shared, off=largest, is_affine=is_affine)
 
     def _is_rounding(self, off: float, shared: Shared) -> bool:

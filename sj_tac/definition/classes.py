@@ -1,0 +1,38 @@
+"""Classes of converted modules: a mixin in front of the module's own class, by whose name the new class goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+# By mixin and own class.
+_MADE: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+class Swapped(nn.Module):
+    """Base of the mixins. A module pickles by its mixin and its own class, from which loading makes the new class again."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made, kind = super().__reduce_ex__(protocol), type(self)
+        is_ours = len(kind.__bases__) == 2 and _MADE.get((kind.__bases__[0], kind.__bases__[1])) is kind
+        return (_new, kind.__bases__, *made[2:]) if is_ours else made
+
+
+def mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of ``mixin`` and ``own``, the same one each time."""
+    if (mixin, own) not in _MADE:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        _MADE[mixin, own] = type(own.__name__, (mixin, own), names)
+    return _MADE[mixin, own]
+
+
+def own_class(made: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that ``mixed`` put behind a mixin."""
+    own: type[nn.Module] = made.__bases__[1]
+    return own
+
+
+def _new(mixin: type[nn.Module], own: type[nn.Module]) -> nn.Module:
+    made = mixed(mixin, own)
+    return made.__new__(made)
