@@ -113,7 +113,10 @@ class Gate:
             return False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(ops.CAPTURE, "defined", False):
+        if torch.compiler.is_dynamo_compiling() or getattr(ops.CAPTURE, "defined", False):
+            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # torch says so in every thread while one compiles; one that exports has modes of its own.
+        if torch.compiler.is_compiling() and dispatch.is_transformed():
             return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         before, ops.CAPTURE.inside = getattr(ops.CAPTURE, "inside", False), True
         try:

@@ -89,7 +89,7 @@ def _voltage(node: Any, x_seq: Tensor) -> Tensor:
     if not isinstance(v, torch.Tensor):  # a whole number, which SpikingJelly leaves as it is
         return torch.full_like(wide[0], v)
     # Dynamo cannot ask; what stands in front of a captured call does (rewrites/gate.py).
-    return v if torch.compiler.is_compiling() else outside_inference(v)
+    return v if torch.compiler.is_dynamo_compiling() else outside_inference(v)
 
 
 def outside_inference(v: Tensor) -> Tensor:
