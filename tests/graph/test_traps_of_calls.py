@@ -75,7 +75,10 @@ def holders(x, depth=4, seen=()):
     lines = []
     for each in gc.get_referrers(x) if depth else ():
         if id(each) not in seen and not isinstance(each, types.FrameType | list):
-            lines += ["  " * len(seen) + f"{type(each)} {str(each)[:120]!r}", *holders(each, depth - 1, (*seen, id(x), id(each)))]
+            lines += [
+                "  " * len(seen) + f"{type(each)} {str(each)[:120]!r}",
+                *holders(each, depth - 1, (*seen, id(x), id(each))),
+            ]
     return lines[:200]
 
 
