@@ -4,8 +4,7 @@
 
 Rate-coded MNIST digits and N-MNIST event recordings; the nets are plain SpikingJelly (nets.py), their checkpoints were
 trained by train.py. Every row is the same checkpoint. Prints a table for each and writes quickstart.png. It takes about
---seconds: rounds are timed while there is time, one in any case. The first run on a machine also compiles the kernels, which
-Numba keeps.
+--seconds: rounds are timed while there is time, one in any case.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from llvmlite import binding
 from torch import Tensor, nn
 
 from sj_tac.errors import PolicyError
@@ -15,15 +15,17 @@ from sj_tac.policy import SOURCE, Rule, Settings
 from sj_tac.rewrites.measure.measured import Shared
 from sj_tac.verdicts import Refusal
 
-# What LLVM calls the instructions of processors, x86's and Arm's, that multiply in a dtype.
-_INSTRUCTIONS = {"bfloat16": ("avx512bf16", "amx-bf16", "bf16"), "float16": ("avx512fp16", "amx-fp16", "fullfp16")}
+# What Linux calls the instructions of processors, x86's and Arm's, that multiply in a dtype.
+_INSTRUCTIONS = {"bfloat16": ("avx512_bf16", "amx_bf16", "bf16"), "float16": ("avx512_fp16", "amx_fp16", "asimdhp")}
 # The first CUDA devices that multiply in it.
 _CAPABILITY = {"bfloat16": (8, 0), "float16": (5, 3)}
 
 
 @cache
 def _features() -> frozenset[str]:
-    return frozenset(name for name, there in binding.get_host_cpu_features().items() if there)
+    """Words of the processor's features; none where the system has no such list."""
+    listed = Path("/proc/cpuinfo")
+    return frozenset(listed.read_text().split()) if listed.exists() else frozenset()
 
 
 def computes_in(dtype: str, device: torch.device) -> bool:

@@ -57,7 +57,7 @@ def convert(
         example_input: a batch of two or more samples that the net runs on; a tuple for several arguments. Without it a usual
             shape is looked for. With it the report has MACs, and the converted net is run: its output must have the source's
             shape and be finite, and at k=1 be the same.
-        backend: "auto" (numba on the CPU; cupy, else nvrtc, on CUDA; else reference), or the name of a kernel that must run.
+        backend: "auto" (cpp on the CPU; cupy, else nvrtc, on CUDA; else reference), or the name of a kernel that must run.
         fuse: capture the net's calls and run them in kernels; False runs every module's own forward, the definition.
         inplace: change ``model`` itself; needed where it cannot be deep-copied.
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sj_tac.kernels.cpu import threads
+from sj_tac.kernels.cpu import call
 from sj_tac.rewrites.gate import as_defined
 
 # How long an example takes depends on the machine's other load: no deadline.
 settings.register_profile("quick", deadline=None, max_examples=12)
 settings.register_profile("exhaustive", deadline=None, max_examples=100)
 # Most nets of the tests are too small for threads to be worth their start. They start all the same, so that they are tested.
-threads.ALONE //= 20
+call.ALONE //= 20
 if not torch.cuda.is_available():
     # Without a device every seed is kept for later with the stack it was given in: a millisecond for each torch.manual_seed.
     torch.cuda.manual_seed_all = lambda seed: None

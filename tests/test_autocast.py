@@ -52,7 +52,7 @@ def test_the_kernels_are_their_definition(make, policy, last):
     source, x = make(), frames(6, 2, 2, 8, 8)
     mode, k = policy.split()
     source = source.to(memory_format=torch.channels_last) if last else source
-    kernels, definition = (sj_tac.convert(source, mode, int(k), backend=b) for b in ("numba", "reference"))
+    kernels, definition = (sj_tac.convert(source, mode, int(k), backend=b) for b in ("cpp", "reference"))
     (out, voltages, gradients), (expected, rest, wanted) = run(kernels, x), run(definition, x)
     assert 0 < expected.float().mean() < 1
     assert out.dtype == expected.dtype
@@ -78,7 +78,7 @@ def test_a_layer_is_written_out_by_hand():
     # Multiples of 1/32, so that every order of additions gives the same.
     chain[0].weight.data.mul_(32).round_().div_(32)
     chain = awake(chain, x)
-    fast = sj_tac.convert(chain, {"default": {"k": 2, "weights": "uniform"}}, backend="numba")
+    fast = sj_tac.convert(chain, {"default": {"k": 2, "weights": "uniform"}}, backend="cpp")
     means = (x[0::2] + x[1::2]) / 2
     bn, lif = chain[1], chain[2]
     v, steps = torch.zeros(3, 8, 12, 12), []

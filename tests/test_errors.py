@@ -189,13 +189,13 @@ def test_a_model_that_cannot_be_deep_copied(net):
 
 def test_backends(net):
     with pytest.raises(
-        BackendError, match=r"backend='cuda' is unknown; choose one of \['auto', 'reference', 'numba', 'cupy', 'nvrtc'\]"
+        BackendError, match=r"backend='cuda' is unknown; choose one of \['auto', 'reference', 'cpp', 'cupy', 'nvrtc'\]"
     ):
         sj_tac.convert(net, backend="cuda")
     assert sj_tac.report(sj_tac.convert(net, backend="reference"))["0"].kernel == "reference"
     rect = csnn(make=lambda: node("lif", surrogate_function=surrogate.Rect()))
-    with pytest.raises(BackendError, match=r"backend='numba' .*no derivative of surrogate Rect, only of .*Sigmoid.*auto"):
-        sj_tac.convert(rect, backend="numba")
+    with pytest.raises(BackendError, match=r"backend='cpp' .*no derivative of surrogate Rect, only of .*Sigmoid.*auto"):
+        sj_tac.convert(rect, backend="cpp")
     verdict = sj_tac.report(sj_tac.convert(rect))["0"]
     assert verdict.kernel == "reference"
     assert "surrogate Rect" in verdict.detail

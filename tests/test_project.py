@@ -73,7 +73,7 @@ def test_any_module_can_be_imported_first_and_none_starts_cuda(first):
         "import sj_tac\n"
         "assert callable(sj_tac.convert) and callable(sj_tac.report) and callable(sj_tac.plan)\n"
         "assert not torch.cuda.is_initialized()\n"
-        "assert 'cupy' not in sys.modules and 'numba' not in sys.modules\n"
+        "assert 'cupy' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ def test_filters_and_plain_data_agree():
 
 def test_the_table_says_what_and_why():
     text = str(sj_tac.plan(csnn(), {"rules": [{"match": "4", "mode": "keep"}]}, example_input=frames(8, 1, 2, 8, 8)))
-    for words in ("layer", "status", "conv MACs/sample", "kernel", "POLICY_KEEP: the policy says keep", "numba"):
+    for words in ("layer", "status", "conv MACs/sample", "kernel", "POLICY_KEEP: the policy says keep", "cpp"):
         assert words in text
     assert "2 converted, 0 stretched, 1 kept, 0 refused; conv MACs per sample" in text
     # Each hint stands once below the table, however many layers it concerns.

@@ -55,7 +55,7 @@ def in_own_process(name: str, options: argparse.Namespace) -> Row:
     """Examine one model in a process of its own: modules of two repositories have the same names."""
     case = CASES[name]
     threads = str(options.threads)
-    own = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    own = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "row.json"
         command = [sys.executable, "-m", "benchmarks.published", "--repos", str(options.repos), "--only", name]

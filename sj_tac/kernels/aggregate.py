@@ -13,13 +13,13 @@ from sj_tac.kernels import aggregate_op, backends, reference
 from sj_tac.kernels.checks import INSTEAD, refuse_tangents
 
 # What comes to the CPU's kernel there; who asks has little time.
-_ON_CPU = ("auto", backends.NUMBA)
+_ON_CPU = ("auto", backends.CPP)
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel that runs. Raises BackendError where a named one cannot."""
-    if device.type == "cpu" and backend in _ON_CPU:
-        return backends.NUMBA
+    if device.type == "cpu" and backend in _ON_CPU and not backends.cpu_problem():
+        return backends.CPP
     if backends.choose(backend) == reference.NAME:
         return reference.NAME
     kernel, problem = backends.fastest(backend, device, dtype)
@@ -53,7 +53,7 @@ def run_compiled(kernel: str, frames: Tensor, weights: Tensor, group: int) -> Te
         weights: one for each frame, [T], of the dtype that sums of ``frames`` have.
     """
     straight = dispatch.is_plain(frames) and not dispatch.differentiates(frames, weights)
-    if kernel != backends.NUMBA:  # these read and write half themselves
+    if kernel != backends.CPP:  # these read and write half themselves
         if straight:
             return aggregate_op.on_cuda(frames, weights, group, kernel)
         return _by_operator(frames, weights, group, kernel)

@@ -1,19 +1,15 @@
-"""``sj_tac::aggregate`` and its backward as torch operators: fake kernels and autograd here, the CPU kernels from Numba.
-
-Numba is imported, and compiles, when an operator first runs.
-"""
+"""``sj_tac::aggregate`` and its backward as torch operators: fake kernels and autograd; the kernels are in cpu/ and gpu/."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sj_tac.kernels.backends import CPP
 from sj_tac.kernels.checks import check_aggregate, refuse_dtype
-from sj_tac.kernels.cpu import costs, threads
-from sj_tac.kernels.cpu.threads import flat, frames_or_none, share, vector
+from sj_tac.kernels.cpu import aggregate as on_cpu
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last
 
@@ -27,19 +23,6 @@ def _like(x: Tensor, frames: int) -> Tensor:
     return empty(x, [frames, *x.shape[1:]], x.dim() > 3 and is_channels_last(x))
 
 
-def _rows(x: Tensor, like: Tensor) -> Any:
-    """[T, ...] as an array [T, M] in the memory format of ``like``."""
-    last = like.dim() > 3 and is_channels_last(like)
-    return flat(x, last, like).reshape(x.shape[0], -1)
-
-
-@cache
-def _compiled() -> Any:
-    from sj_tac.kernels.cpu import aggregate as numba_aggregate
-
-    return numba_aggregate
-
-
 def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
     """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T].
 
@@ -50,23 +33,8 @@ def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") ->
     """
     refuse_dtype("aggregate", x, ON_CPU)
     check_aggregate(x, weights, group)
-    numba_aggregate, shape = _compiled(), x.shape
-    if x.is_contiguous() and x.dtype is not torch.bfloat16:
-        # What _rows and _like do, without their calls: small maps cost little more than the way to their kernel.
-        out = torch.empty((-(-shape[0] // group), *shape[1:]), dtype=x.dtype, device=x.device)
-        rows = (x.detach() if x.requires_grad else x).numpy().reshape(shape[0], -1)
-        written = out.numpy().reshape(out.shape[0], -1)
-    else:
-        out = _like(x, -(-shape[0] // group))
-        rows, written = _rows(x, x), _rows(out, x)
-    pieces, work = -(-rows.shape[1] // numba_aggregate.PIECE), int(rows.size * costs.SUMMED)
-    assert rows.shape[0] == shape[0] == weights.numel(), (rows.shape, weights.shape)
-    if work < threads.ALONE:
-        numba_aggregate.forward.serial(0, pieces, rows, vector(weights, x), group, written)
-    else:
-        share(numba_aggregate.forward, pieces, work, rows, vector(weights, x), group, written)
-    RUNS["aggregate", "numba"] += 1
-    return out
+    RUNS["aggregate", CPP] += 1
+    return on_cpu.forward(x, weights, group)
 
 
 aggregate = torch.library.custom_op("sj_tac::aggregate", aggregate_now, mutates_args=(), device_types="cpu")
@@ -85,20 +53,9 @@ def aggregate_backward(
     """Gradients to x and weights; empty where not needed."""
     refuse_dtype("aggregate", x, ON_CPU)
     check_aggregate(x, weights, group, go)
-    numba_aggregate = _compiled()
-    frames, size = x.shape[0], x.numel() // x.shape[0]
-    pieces = -(-size // numba_aggregate.PIECE)
-    gx = _like(x, frames) if need_x else x.new_empty(0)
-    # A weight's gradient is summed piece by piece, so that it does not depend on how many threads share the pieces.
-    partial = weights.new_zeros(pieces if need_weights else 0, frames)
-    read = numba_aggregate.Frames(_rows(go, x), _rows(x, x), vector(weights, x))
-    written = numba_aggregate.Gradients(
-        _rows(gx, x) if need_x else frames_or_none(None, False, x).reshape(frames, 0), partial.numpy()
-    )
-    zero, work = vector(weights.new_zeros(1), x)[0], int(x.numel() * costs.SUMMED_BACK)
-    share(numba_aggregate.backward, pieces, work, read, group, zero, written)
-    RUNS["aggregate", "numba"] += 1
-    return gx, partial.sum(0) if need_weights else weights.new_empty(0)
+    gx, g_weights = on_cpu.backward(go, x, weights, group, need_x, need_weights)
+    RUNS["aggregate", CPP] += 1
+    return (x.new_empty(0) if gx is None else gx), (weights.new_empty(0) if g_weights is None else g_weights)
 
 
 @aggregate_backward.register_fake

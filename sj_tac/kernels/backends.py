@@ -8,14 +8,15 @@ import torch
 
 from sj_tac.errors import BackendError, BackendFallbackWarning
 from sj_tac.kernels import reference
+from sj_tac.kernels.cpu import call
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.gpu.launchers import CUPY, NVRTC
 
-NUMBA = "numba"
+CPP = "cpp"
 # Reasons for falling back that the user has been told.
 _SAID: set[str] = set()
 ON_CUDA = (CUPY, NVRTC)
-COMPILED = (NUMBA, *ON_CUDA)
+COMPILED = (CPP, *ON_CUDA)
 AVAILABLE = (reference.NAME, *COMPILED)
 
 
@@ -40,17 +41,22 @@ def fastest(backend: str, device: torch.device | None, dtype: torch.dtype) -> tu
     kind = device.type if device is not None else "cuda" if backend in ON_CUDA else "cpu"
     if backend in ON_CUDA and kind != "cuda":
         return backend, f"the {backend} kernels run on CUDA devices, not on {device}"
-    if backend == NUMBA and kind != "cpu":
-        return NUMBA, f"the numba kernels run on the CPU, not on {device}"
+    if backend == CPP and kind != "cpu":
+        return CPP, f"the cpp kernels run on the CPU, not on {device}"
     if kind == "cpu":
-        return NUMBA, ""
+        return CPP, _said(cpu_problem(), backend)
     if kind == "cuda":
         kernel, problem = cuda_kernels(backend, dtype)
-        if problem and backend == "auto" and problem not in _SAID and not torch.compiler.is_compiling():
-            _SAID.add(problem)
-            warnings.warn(f"{problem}. Until then backend=\"auto\" takes 'reference'", BackendFallbackWarning, stacklevel=3)
-        return kernel, problem
+        return kernel, _said(problem, backend)
     return CUPY, f"there are no compiled kernels for {device}"
+
+
+def _said(problem: str, backend: str) -> str:
+    """The same problem, of which the user is told once where ``auto`` falls back for it."""
+    if problem and backend == "auto" and problem not in _SAID and not torch.compiler.is_compiling():
+        _SAID.add(problem)
+        warnings.warn(f"{problem}. Until then backend=\"auto\" takes 'reference'", BackendFallbackWarning, stacklevel=4)
+    return problem
 
 
 def refuse_onnx(operator: str) -> None:
@@ -62,6 +68,16 @@ def refuse_onnx(operator: str) -> None:
             f"the tracing ONNX exporter (dynamo=False) has no operator sj_tac::{operator}; torch.export.export takes the "
             "net with it, and sj_tac.export_onnx writes a converted net as ONNX"
         )
+
+
+def cpu_problem() -> str:
+    """Why the CPU's kernels cannot run; empty where they can."""
+    return _constant_problem() if torch.compiler.is_compiling() else call.problem()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_problem() -> str:
+    return call.problem()
 
 
 def cuda_kernels(backend: str, dtype: torch.dtype) -> tuple[str, str]:

@@ -174,17 +174,17 @@ def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     )  # fmt: skip
 
 
-def run_numba(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
+def run_cpp(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     """The compiled kernels for the CPU; float16, which they do not read, runs in float32, and comes out as float16 again."""
     wide = reference.accumulation_dtype(call.y.dtype)
     if call.y.dtype is not torch.float16:
-        return _numba(call, linear)
+        return _cpp(call, linear)
     residual = None if call.residual is None else call.residual.to(wide)
-    out, v = _numba(call._replace(y=call.y.to(wide), residual=residual), linear)
+    out, v = _cpp(call._replace(y=call.y.to(wide), residual=residual), linear)
     return out.to(call.y.dtype), v
 
 
-def _numba(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
+def _cpp(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     """By torch's operator; straight where it has nothing to do, because its dispatch costs as much as a small map."""
     inputs = (call.y, call.residual, call.v, call.scale, call.shift, call.weights, _plif(call.node))
     if dispatch.is_plain(call.y) and not dispatch.differentiates(*inputs):
@@ -206,7 +206,7 @@ def _run_cuda(launcher: str) -> Runner:
 
 
 Runner = Callable[[Call, Tensor | None], tuple[Tensor, Tensor]]
-RUNNERS: dict[str, Runner] = {reference.NAME: run_reference, backends.NUMBA: run_numba}
+RUNNERS: dict[str, Runner] = {reference.NAME: run_reference, backends.CPP: run_cpp}
 RUNNERS |= {name: _run_cuda(name) for name in backends.ON_CUDA}
 
 

@@ -1,7 +1,4 @@
-"""``sj_tac::fire`` and its backward as torch operators: schema, fake kernels, autograd; the kernels are in cpu/ and gpu/.
-
-Numba is imported, and compiles, when an operator first runs.
-"""
+"""``sj_tac::fire`` and its backward as torch operators: schema, fake kernels, autograd; the kernels are in cpu/ and gpu/."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ import torch
 from torch import Tensor
 
 from sj_tac.host import dispatch
+from sj_tac.kernels.backends import CPP
 from sj_tac.kernels.checks import check_fire, check_fire_backward, emitted_shape, refuse_dtype
+from sj_tac.kernels.cpu import fire as on_cpu
 from sj_tac.kernels.gpu import launchers
-from sj_tac.kernels.layout import RUNS, empty, is_channels_last, laid
+from sj_tac.kernels.layout import RUNS, empty, is_channels_last
 from sj_tac.kernels.operands import Operands
-from sj_tac.kernels.pools import in_tiles
 from sj_tac.kernels.reference import accumulation_dtype
-from sj_tac.kernels.spread import gather, spread
 
 # Dtypes of drives on each device.
 ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
@@ -66,34 +63,27 @@ def fire_now(
         ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
 
     Returns:
-        Output and voltages in the memory format of y, but contiguous where ``in_tiles`` is False.
+        Output and voltages in the memory format of y.
     """
-    from sj_tac.kernels.cpu import fire as kernels
-
     o = Operands(
         y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
         surrogate, alpha, pool, window, group, launcher,
     )  # fmt: skip
     refuse_dtype("fire", y, ON_CPU)
     check_fire(o)
-    out = kernels.forward(o.counted())
-    RUNS["fire", "numba"] += 1
+    out = on_cpu.forward(o.counted())
+    RUNS["fire", CPP] += 1
     return out
 
 
 fire = torch.library.custom_op("sj_tac::fire", fire_now, mutates_args=(), device_types="cpu")
 
 
-def _is_last(o: Operands) -> bool:
-    """Whether what the kernels put out is channels_last, as y is."""
-    return is_channels_last(o.y) and (o.y.device.type == "cuda" or in_tiles(o.pool, o.window))
-
-
 @fire.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     o = Operands(*arguments)
     check_fire(o)
-    last, wide = _is_last(o), accumulation_dtype(o.y.dtype)
+    last, wide = is_channels_last(o.y), accumulation_dtype(o.y.dtype)
     return empty(o.y, list(emitted_shape(o)), last), empty(o.y, list(o.y.shape[1:]), last, wide)
 
 
@@ -130,29 +120,16 @@ def fire_backward_now(
 
     Empty for what is None, and for a linear and weights that need none.
     """
-    from sj_tac.kernels.cpu import fire as kernels
-
     o = Operands(
         y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
         surrogate, alpha, pool, window, group, launcher,
     )  # fmt: skip
     refuse_dtype("fire_backward", y, ON_CPU)
     check_fire_backward(go, gv, o)
-    o = o.counted()
-    gv = empty(y, list(y.shape[1:]), False, accumulation_dtype(y.dtype)).zero_() if gv is None else gv
-    if residual is None:
-        found = list(kernels.backward(go, gv, o, need_linear))
-        found.insert(1, y.new_empty(0))
-    else:
-        flat = spread(o)
-        g_drives, _, _, gv0, g_linear, g_weights = kernels.backward(go.to(flat.y.dtype), gv, flat, need_linear)
-        by_drive, by_step, *sums, by_linear = gather(g_drives, g_linear, o)
-        found = [laid(by_drive, _is_last(o)), laid(by_step, _is_last(o)), *sums, gv0, by_linear, g_weights]
-    for place, needed in ((5, need_linear), (6, need_weights)):
-        if not needed:
-            found[place] = y.new_empty(0, dtype=accumulation_dtype(y.dtype))
-    RUNS["fire", "numba"] += 1
-    gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = found
+    gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = on_cpu.backward(
+        go, gv, o.counted(), need_linear, need_weights
+    )
+    RUNS["fire", CPP] += 1
     return gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights
 
 
@@ -164,7 +141,7 @@ def _(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     *operands, need_linear, need_weights = arguments
     o = Operands(*operands)
     check_fire_backward(go, gv, o)
-    y, wide, last = o.y, accumulation_dtype(o.y.dtype), _is_last(o)
+    y, wide, last = o.y, accumulation_dtype(o.y.dtype), is_channels_last(o.y)
 
     def like(x: Tensor | None, needed: bool = True) -> Tensor:
         return y.new_empty(0 if x is None or not needed else x.shape, dtype=wide)

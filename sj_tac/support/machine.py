@@ -16,7 +16,7 @@ import torch
 
 from sj_tac.support import memory
 
-PACKAGES = ("spikingjelly", "numba", "sj_tac")
+PACKAGES = ("spikingjelly", "sj_tac")
 
 
 def version_of(package: str) -> str:

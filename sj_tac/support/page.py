@@ -43,7 +43,7 @@ def write(path: str | os.PathLike[str], report: Any) -> None:
 
 def _about() -> str:
     found = machine.describe()
-    names = ("sj_tac", "spikingjelly", "torch", "numba")
+    names = ("sj_tac", "spikingjelly", "torch")
     versions = ", ".join(f"{name} {found[name]}" for name in names if name in found)
     return f"{versions}; {found.get('gpu', found['cpu'])}, {found['threads']} CPU threads; {found['date']}"
 

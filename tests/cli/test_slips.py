@@ -21,7 +21,7 @@ def test_help_and_slips_import_neither_torch_nor_spikingjelly(tmp_path):
         "    sys.argv = ['sj-tac', *line.split()]\n"
         "    try:\n        main()\n    except SystemExit as left:\n        print('left', left.code)\n"
         "    else:\n        print('left 0')\n"
-        "print('heavy', sorted({'torch', 'spikingjelly', 'numpy', 'numba'} & set(sys.modules)))\n"
+        "print('heavy', sorted({'torch', 'spikingjelly', 'numpy'} & set(sys.modules)))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", script]

@@ -39,7 +39,7 @@ PRINTED = {
     "index": [r"conv_fc\.0 +│ converted .* 2 ", "5 converted, 0 stretched, 0 kept, 0 refused"],
     "convert": ["the net +│ collapse", "2 converted", "2 converted", r"^│ 2 .* 0\.\d*[1-9]", "agreement", "collapse k=4"],
     "policy": [r"conv_fc\.0 +│ kept ", "4 converted", r"rules\[0\] .*conv_fc\.00.* did you mean 'conv_fc\.0'"],
-    "not-fused": [r"^numba, fused$", r"^reference \| not fused: store_v_seq", r"^numba, fused$"],
+    "not-fused": [r"^cpp, fused$", r"^reference \| not fused: store_v_seq", r"^cpp, fused$"],
     "own-neuron": [
         r"converted .* 4 .*reference .*a SoftLIF runs its own steps",
         r"^0\.5$",

@@ -181,7 +181,7 @@ def test_an_expand_of_an_expand_of_one_image_is_one_expand(sizes, folded):
     assert targets.count(nodes.EXPAND) == 1
 
 
-@settings(max_examples=12)  # Numba compiles each combination of a neuron's operands
+@settings(max_examples=12)
 @given(SIZES, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([LIF, PLAIN]))
 def test_a_neuron_takes_the_expand_the_norm_and_the_residual_in_front_of_it(sizes, normed, added, carried, numbers):
     T, k, N = sizes

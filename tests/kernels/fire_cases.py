@@ -1,6 +1,5 @@
 """What the tests of ``fire`` on any kernel share: the space of calls, and the comparison with the reference kernel."""
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from spikingjelly.activation_based import layer
@@ -16,16 +15,10 @@ POOLS = [
     layer.MaxPool2d((1, 2), (2, 1)),
     layer.AvgPool2d(2),
     layer.AvgPool2d((2, 3), 1, 1),
+    layer.MaxPool2d(2, 3),
+    layer.MaxPool2d(3, 1, 1),
+    layer.AvgPool2d(3, 2, 1),
 ]
-
-
-@pytest.fixture
-def one_thread():
-    """For kernels that nets do not run: Numba compiles them once more for several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 space = st.fixed_dictionaries(
@@ -35,7 +28,7 @@ space = st.fixed_dictionaries(
         "detach_reset": st.booleans(),
         "surrogate": st.sampled_from(range(len(host.FUSED_SURROGATES))),
         "k": st.integers(1, 5),
-        "steps": st.integers(1, 11),
+        "steps": st.one_of(st.integers(1, 11), st.sampled_from([31, 32, 33, 64, 70])),
         "shape": st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(3, 9), st.integers(3, 9)),
         "pool": st.sampled_from(range(len(POOLS))),
         "group": st.sampled_from([None, 1, 2, 3, 7]),

@@ -52,7 +52,7 @@ def test_the_cuda_kernels_are_chosen_on_cuda(machine):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert backends.fastest("auto", CUDA, dtype) == ("cupy", "")
         assert backends.fastest("cupy", CUDA, dtype) == ("cupy", "")
-    assert backends.fastest("auto", torch.device("cpu"), torch.float32) == ("numba", "")
+    assert backends.fastest("auto", torch.device("cpu"), torch.float32) == ("cpp", "")
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_launch_that_fails_says_what_and_where(machine, generation):
 
 
 def test_a_compiled_kernel_and_no_fusion_contradict_each_other():
-    for build in (lambda: sj_tac.convert(csnn(), backend="numba", fuse=False),
-                  lambda: TACTP(conv(), None, node("lif"), backend="numba", fuse=False)):  # fmt: skip
-        with pytest.raises(BackendError, match="backend='numba' with fuse=False: the numba kernels run fused chains"):
+    for build in (lambda: sj_tac.convert(csnn(), backend="cpp", fuse=False),
+                  lambda: TACTP(conv(), None, node("lif"), backend="cpp", fuse=False)):  # fmt: skip
+        with pytest.raises(BackendError, match="backend='cpp' with fuse=False: the cpp kernels run fused chains"):
             build()
 
 
@@ -148,16 +148,16 @@ def test_a_named_kernel_refuses_a_neuron_that_it_does_not_know():
     net = torch.nn.Sequential(conv(), norm(), node("lif")).eval()
     net[2].surrogate_function = surrogate.Rect()
     with pytest.raises(
-        BackendError, match="backend='numba' cannot run: '2': the compiled kernels have no derivative of surrogate Rect"
+        BackendError, match="backend='cpp' cannot run: '2': the compiled kernels have no derivative of surrogate Rect"
     ):
-        sj_tac.convert(net, "collapse", 2, backend="numba")
+        sj_tac.convert(net, "collapse", 2, backend="cpp")
     assert sj_tac.report(sj_tac.convert(net, "collapse", 2))["0"].kernel == "reference"
     with pytest.raises(BackendError, match="'neuron': the compiled kernels have no derivative of surrogate Rect"):
-        sj_tac.TAC(conv(), None, net[2], 2, backend="numba")
+        sj_tac.TAC(conv(), None, net[2], 2, backend="cpp")
 
 
 def test_importing_starts_nothing():
-    script = "import sys, sj_tac.functional, torch; from sj_tac.kernels.cpu import threads; "
-    script += "assert not {'cupy', 'numba', 'sj_tac.kernels.gpu.nvrtc_launch'} & set(sys.modules); "
+    script = "import sys, sj_tac.functional, torch; from sj_tac.kernels import fire; "
+    script += "assert not {'cupy', 'sj_tac.kernels.gpu.nvrtc_launch'} & set(sys.modules); "
     script += "assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

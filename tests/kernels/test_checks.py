@@ -150,7 +150,7 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("options", WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_fire_refuses_what_does_not_fit(options):
-    for backend in ("numba", "reference"):
+    for backend in ("cpp", "reference"):
         with pytest.raises(ValueError, match=r"^fire got .*; it takes"):
             fire(torch.randn(G, N, C, H, W), node("lif"), 2, backend=backend, **options)
 
@@ -172,20 +172,20 @@ def test_nothing_to_compute_is_computed_or_said(shape, pool):
     options = {"steps": 5, "pool": pool, "v": torch.zeros(shape), "weights": torch.rand(5), "group": 2}
     options |= {"scale": torch.ones(shape[1]), "shift": torch.zeros(shape[1])}
     if pool is not None and 0 in shape[2:]:
-        for backend in ("numba", "reference"):
+        for backend in ("cpp", "reference"):
             with pytest.raises(ValueError, match="fire got the pool's window"):
                 fire(y, spiking, 3, backend=backend, **options)
     elif pool is not None and shape[1] == 0:
-        assert fire(y, spiking, 3, backend="numba", **options)[0].numel() == 0  # torch's own pools refuse it
+        assert fire(y, spiking, 3, backend="cpp", **options)[0].numel() == 0  # torch's own pools refuse it
     else:
-        got = assert_is_the_reference("numba", y, spiking, 3, options)
+        got = assert_is_the_reference("cpp", y, spiking, 3, options)
         assert got[0].shape[:3] == (3, *shape[:2])
 
 
 def test_thresholds_by_channel_run_on_the_reference_kernel():
     torch.manual_seed(0)
     y, thresholds = torch.randn(3, 2, 2, 4, 4), [0.2, 0.9]
-    by_channel, before = node("plif"), fire_op.RUNS["fire", "numba"]
+    by_channel, before = node("plif"), fire_op.RUNS["fire", "cpp"]
     by_channel.v_threshold = torch.tensor(thresholds).view(2, 1, 1)
     out, v = fire(y, by_channel, 2)
     for c, threshold in enumerate(thresholds):
@@ -193,9 +193,9 @@ def test_thresholds_by_channel_run_on_the_reference_kernel():
         assert torch.equal(out[:, :, c : c + 1], expected)
         assert torch.equal(v[:, c : c + 1], voltage)
         assert 0 < expected.mean() < 1
-    assert fire_op.RUNS["fire", "numba"] == before
+    assert fire_op.RUNS["fire", "cpp"] == before
     with pytest.raises(BackendError, match=r"one fixed v_threshold for all neurons, not a tensor \[2, 1, 1\]"):
-        fire(y, by_channel, 2, backend="numba")
+        fire(y, by_channel, 2, backend="cpp")
     by_channel.v_reset = torch.zeros(2, 1, 1)
     with pytest.raises(ValueError, match=r"v_reset is a tensor \[2, 1, 1\]; sj_tac knows neurons with one v_reset"):
         fire(y, by_channel, 2)

@@ -1,15 +1,13 @@
-"""``fire`` on Numba against the reference kernel, SpikingJelly and torch's operator checks. Gradcheck: left_as_python.py."""
+"""``fire`` on the CPU against the reference kernel, SpikingJelly, finite differences and torch's operator checks."""
 
-import os
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 import pairs
 import pytest
 import torch
-from fire_cases import POOLS, assert_is_the_reference, build, one_thread, run, space  # noqa: F401
+from fire_cases import POOLS, assert_gradient_to_the_time_constant, assert_is_the_reference, build, run, space
 from hypothesis import given, settings
 from spikingjelly.activation_based import layer, surrogate
 from support import NEURONS, node, only_v2
@@ -19,30 +17,40 @@ from sj_tac.errors import BackendError
 from sj_tac.functional import fire
 from sj_tac.kernels import fire_op
 
-ROOT = Path(__file__).resolve().parents[2]
+
+@settings(max_examples=5 * settings().max_examples, deadline=None)
+@given(space)
+def test_fire_and_its_gradients_are_the_references(case):
+    before = fire_op.RUNS["fire", "cpp"]
+    assert_is_the_reference("cpp", *build(case))
+    assert fire_op.RUNS["fire", "cpp"] == before + 2  # forward and backward: the kernel really ran
 
 
-def test_every_neuron_surrogate_and_pool_where_kernels_are_left_as_python():
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore"]
-    command += ["--exhaustive"] if pairs.EXHAUSTIVE else []
-    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run([*command, "tests/kernels/left_as_python.py"], capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+@pytest.mark.parametrize("decay_input", [True, False])
+@pytest.mark.parametrize("v_reset", [None, -0.5])
+def test_gradient_to_the_time_constant(decay_input, v_reset):
+    assert_gradient_to_the_time_constant("cpp", v_reset, decay_input)
 
 
-def few(case):
-    """The case with a neuron and a dtype that other tests compile kernels for, too: Numba takes seconds for each."""
-    if pairs.EXHAUSTIVE:
-        return case
-    return case | {"neuron": ("plif", 0.0, True), "merge": False, "dtype": torch.float32}
+@pytest.mark.parametrize(("kind", "v_reset", "decay_input"), NEURONS[::3])
+def test_gradcheck_where_the_map_is_differentiable(kind, v_reset, decay_input):
+    """Below threshold with detach_reset the voltage is linear in everything; weights always enter linearly."""
+    torch.manual_seed(0)
+    y = torch.randn(2, 1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
+    v0 = torch.randn(1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
+    scale, shift = (torch.rand(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    quiet = node(kind, v_reset, decay_input, 3.0, detach_reset=True, v_threshold=1e6).double()
+    loud = node(kind, v_reset, decay_input, 3.0, v_threshold=0.3).double()
 
+    def voltage(y, v0, scale, shift):
+        return fire(y, quiet, 3, steps=5, v=v0, scale=scale, shift=shift, backend="cpp")[1]
 
-@settings(max_examples=2 * settings().max_examples, deadline=None)
-@given(space.map(few))
-def test_numba_is_the_reference(case):
-    before = fire_op.RUNS["fire", "numba"]
-    assert_is_the_reference("numba", *build(case))
-    assert fire_op.RUNS["fire", "numba"] == before + 2  # forward and backward: the kernel really ran
+    def counts(weights):
+        return fire(y.detach(), loud, 3, steps=5, weights=weights, group=2, backend="cpp")[0]
+
+    assert torch.autograd.gradcheck(voltage, (y, v0, scale, shift))
+    assert torch.autograd.gradcheck(counts, (weights,))
 
 
 MANY = [(2, 3, 34, 36), (3, 300, 2, 4), (2, 1, 2, 700)]
@@ -63,30 +71,28 @@ def test_many_tiles_in_both_layouts(shape, layout, pool, residual):
     if residual:
         options["residual"] = torch.randn(8, *shape)
     spiking = node("plif", v_threshold=0.4)
-    got = assert_is_the_reference("numba", y, spiking, 3, options)
+    got = assert_is_the_reference("cpp", y, spiking, 3, options)
     assert got[0].flatten(0, 1).is_contiguous(memory_format=layout)
     assert got[1].is_contiguous(memory_format=layout)
     before = torch.get_num_threads()
     torch.set_num_threads(1 if before > 1 else 2)
     try:
-        alone = run("numba", y, spiking, 3, options)
+        alone = run("cpp", y, spiking, 3, options)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(alone[2][name], got[2][name]) for name in got[2])
 
 
-# A kernel is compiled for each, and for each again where tau is a power of two.
 STEPPED = [("lif", 0.0, True, 2.0), ("lif", None, False, 10.0), ("lif", 0.0, True, 1.7), ("if", None, True, 1.7)]
-STEPPED += [(*neuron, 1.7) for neuron in (NEURONS if pairs.EXHAUSTIVE else [("plif", -0.3, False)])]
+STEPPED += [(*neuron, 1.7) for neuron in NEURONS]
 
 
 @pytest.mark.parametrize(("kind", "v_reset", "decay_input", "tau"), STEPPED)
-@pytest.mark.usefixtures("one_thread")
 def test_one_step_a_drive_is_spikingjelly(kind, v_reset, decay_input, tau):
     torch.manual_seed(0)
     spiking = node(kind, v_reset, decay_input, tau, v_threshold=0.3)
     x = torch.randn(12, 2, 3, 7, 5, requires_grad=True)
-    out, v = fire(x, spiking, backend="numba")
+    out, v = fire(x, spiking, backend="cpp")
     expected = spiking(x)
     assert 0 < expected.mean() < 1
     if host.IS_V2 or decay_input:
@@ -107,7 +113,6 @@ OPCHECKED = list(product(POOLS[:3], [None, 3], [False, True])) if pairs.EXHAUSTI
 
 
 @pytest.mark.parametrize(("pool", "group", "merge"), OPCHECKED)
-@pytest.mark.usefixtures("one_thread")
 # torch asks a tensor for a gradient that it then warns about.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_opcheck(pool, group, merge, monkeypatch):
@@ -124,7 +129,7 @@ def test_opcheck(pool, group, merge, monkeypatch):
     weights = torch.rand(3 if merge else 5, requires_grad=True) if group else None
     scale, shift = torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True)
     options = {"scale": scale, "shift": shift, "pool": pool, "weights": weights, "group": group or 1, "merge": merge}
-    out, v = fire(y, node("plif", v_threshold=0.3), 2, steps=5, backend="numba", **options)
+    out, v = fire(y, node("plif", v_threshold=0.3), 2, steps=5, backend="cpp", **options)
     (out.sum() + v.sum()).backward()
     assert {name for name, _ in calls} == set(operators)
     for name, arguments in calls:
@@ -141,7 +146,7 @@ def test_many_gradients_at_once_are_those_one_by_one(last):
     """As torch.autograd.functional.jacobian(vectorize=True) asks for them, to the output or the voltages."""
     torch.manual_seed(0)
     y = torch.randn(3, 2, 2, 4, 4, requires_grad=True)
-    found = fire(y, node("lif", v_threshold=0.3), 2, pool=POOLS[1], backend="numba")[last]
+    found = fire(y, node("lif", v_threshold=0.3), 2, pool=POOLS[1], backend="cpp")[last]
     many = torch.randn(3, *found.shape)
     (together,) = torch.autograd.grad(found, y, many, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(found, y, one, retain_graph=True)[0] for one in many]
@@ -153,15 +158,15 @@ def test_many_gradients_at_once_are_those_one_by_one(last):
 def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
     y = torch.randn(2, 1, 2, 6, 6)
     rect = node("lif", surrogate_function=surrogate.Rect(), v_threshold=0.3)
-    before = fire_op.RUNS["fire", "numba"]
+    before = fire_op.RUNS["fire", "cpp"]
     assert torch.equal(fire(y, rect)[0], rect(y))
-    assert fire_op.RUNS["fire", "numba"] == before
+    assert fire_op.RUNS["fire", "cpp"] == before
     with pytest.raises(BackendError, match=r"no derivative of surrogate Rect, only of Sigmoid, ATan.*backend=\"auto\""):
-        fire(y, rect, backend="numba")
+        fire(y, rect, backend="cpp")
     with pytest.raises(BackendError, match="do not pool with this MaxPool2d's options"):
-        fire(y, node("lif"), pool=layer.MaxPool2d(2, ceil_mode=True), backend="numba")
+        fire(y, node("lif"), pool=layer.MaxPool2d(2, ceil_mode=True), backend="cpp")
     with pytest.raises(BackendError, match="run on the CPU, not on meta"):
-        fire(y.to("meta"), node("lif"), backend="numba")
+        fire(y.to("meta"), node("lif"), backend="cpp")
     with pytest.raises(ValueError, match=r"fire got drives \[2, 1, 2, 6, 6\] with k=2 and 5 steps"):
         fire(y, node("lif"), 2, steps=5)
     with pytest.raises(ValueError, match=r"fire got a residual \[2, 1, 2, 6, 6\] of torch.float32.*one frame"):
@@ -174,39 +179,34 @@ SCRIPT = """
 import os, threading, torch
 from spikingjelly.activation_based import neuron
 from sj_tac.functional import fire
-from sj_tac.kernels.cpu import threads as of_kernels
-of_kernels.ALONE = 0
+from sj_tac.kernels.cpu import call
+call.ALONE = 0
 y, node = torch.randn(4, 8, 16, 8, 8), neuron.LIFNode(step_mode="m", v_threshold=0.4)
 torch.set_num_threads(2)
-expected = fire(y, node, 2, backend="numba")[0]
+expected = fire(y, node, 2, backend="cpp")[0]
 torch.set_num_threads(1)
-assert torch.equal(fire(y, node, 2, backend="numba")[0], expected), "one thread"
+assert torch.equal(fire(y, node, 2, backend="cpp")[0], expected), "one thread"
 torch.set_num_threads(2)
 wrong = []
 def work():
     for _ in range(10):
-        if not torch.equal(fire(y, node, 2, backend="numba")[0], expected): wrong.append(1)
+        if not torch.equal(fire(y, node, 2, backend="cpp")[0], expected): wrong.append(1)
 threads = [threading.Thread(target=work) for _ in range(3)]
 [t.start() for t in threads], [t.join() for t in threads]
 assert not wrong, "Python threads"
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 4
-    def __getitem__(self, i): return fire(y, node, 2, backend="numba")[0]
+    def __getitem__(self, i): return fire(y, node, 2, backend="cpp")[0]
 for batch in torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork"):
     assert torch.equal(batch[0], expected), "forked worker"
 pid = os.fork()
 if pid == 0:
-    os._exit(1 if of_kernels.are_safe() else 0)
+    os._exit(call.threads(1e9) != 1)
 assert os.waitpid(pid, 0)[1] == 0, "a forked child would enter the parent's threads"
 """
 
 
-@pytest.mark.parametrize("layer_name", ["default", pytest.param("workqueue", marks=pytest.mark.exhaustive)])
-def test_threads_and_forks(layer_name):
-    """Numba's default layer of threads, and the one that it has where there is no other."""
-    environment = {"NUMBA_THREADING_LAYER": layer_name} if layer_name == "workqueue" else {}
+def test_threads_and_forks():
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, check=False, timeout=60
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from sj_tac.errors import BackendError
 from sj_tac.functional import aggregate, fire
 from sj_tac.kernels import fire as kernels, reference
 
-BACKENDS = ["numba", "reference"]
+BACKENDS = ["cpp", "reference"]
 
 # Forward-mode derivatives make torch script functions of its own, and warn of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning")
@@ -23,7 +23,7 @@ def merged(y, backend="reference", **options):
     return fire(y, node("lif", tau=1.9, v_threshold=0.4), 2, merge=True, backend=backend, **options)[0]
 
 
-def summed(x, backend="numba"):
+def summed(x, backend="cpp"):
     """Sums whose weights are constants that are kept."""
     return aggregate(x, [0.37, 0.63], 2, backend=backend)
 
@@ -48,7 +48,7 @@ ROUTES = {
 SAYS = "forward-mode derivatives are not implemented; use reverse mode"
 
 
-@pytest.mark.parametrize("route", [("fire", "numba"), ("fire of its voltages", "reference"), ("aggregate", "numba")])
+@pytest.mark.parametrize("route", [("fire", "cpp"), ("fire of its voltages", "reference"), ("aggregate", "cpp")])
 def test_forward_mode_is_refused(route):
     name, backend = route
     x = torch.randn(4, 1, 2, 4, 4)
@@ -86,7 +86,7 @@ def test_forward_mode_of_an_operator_that_is_called_by_itself_is_refused():
 
 def test_the_gradient_of_a_gradient_of_spikes_is_refused():
     y = torch.randn(3, 1, 2, 4, 4, requires_grad=True)
-    out, v = fire(y, node("lif", v_threshold=0.4), 2, backend="numba")
+    out, v = fire(y, node("lif", v_threshold=0.4), 2, backend="cpp")
     (first,) = torch.autograd.grad(out.square().sum() + v.sum(), y, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"no gradient of a gradient \(create_graph=True\)"):
         first.square().sum().backward()
@@ -124,7 +124,7 @@ def test_jit_trace(backend):
 def test_the_onnx_exporter_that_traces_is_refused():
     class Net(torch.nn.Module):
         def forward(self, x):
-            return ROUTES["fire"](x, "numba")
+            return ROUTES["fire"](x, "cpp")
 
     with pytest.raises(BackendError, match=r"has no operator sj_tac::fire; torch.export.export takes"):
         torch.onnx.export(Net(), (torch.randn(4, 1, 2, 4, 4),), io.BytesIO(), dynamo=False)
@@ -137,7 +137,7 @@ def test_compiled_for_any_number_of_frames():
     spiking = node("plif", v_threshold=0.4)
 
     def call(y):
-        return aggregate(fire(y, spiking, 2, backend="numba")[0], [0.4, 0.6], 2, backend="numba")
+        return aggregate(fire(y, spiking, 2, backend="cpp")[0], [0.4, 0.6], 2, backend="cpp")
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
     try:

@@ -1,1 +1,1 @@
-"""The kernels for the CPU, compiled by Numba."""
+"""The kernels for the CPU, in C++ (src/), compiled when sj_tac is installed."""

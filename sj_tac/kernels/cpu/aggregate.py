@@ -1,78 +1,52 @@
-"""``aggregate`` on the CPU, compiled by Numba: weighted sums of groups of frames in one pass, and their gradients."""
+"""``aggregate`` and its backward on the CPU, by the compiled kernels of src/."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from torch import Tensor
 
-import numpy as np
+from sj_tac.kernels.cpu.call import DTYPES, library, pointer, threads
+from sj_tac.kernels.layout import empty, is_channels_last, laid
 
-from sj_tac.kernels.cpu.arguments import Array
-from sj_tac.kernels.cpu.compiled import kernel
-from sj_tac.kernels.cpu.halves import narrowed, widened
-from sj_tac.kernels.cpu.linked import lean
-
-# Numbers that are summed at a time, and over which a weight's gradient is summed by itself.
-PIECE = 1024
+# Nanoseconds of a number, about: in the sums, and in their gradients.
+SUMMED, SUMMED_BACK = 0.2, 0.5
 
 
-class Frames(NamedTuple):
-    """What ``backward`` reads: the gradient [G, M] of the sums, and the frames [T, M] and weights [T] that were summed.
-
-    Frames and their gradients may be bits of bfloat16, as int16 (see halves.py), with weights in float32.
-    """
-
-    go: Array
-    x: Array
-    weights: Array
+def _is_last(x: Tensor) -> bool:
+    return x.dim() > 3 and is_channels_last(x)
 
 
-class Gradients(NamedTuple):
-    """What ``backward`` writes: to the frames [T, M], and to the weights [pieces, T]; of size 0 what is not wanted."""
-
-    x: Array
-    weights: Array
+def _lying(x: Tensor, last: bool) -> Tensor:
+    return laid(x, True) if last else x.contiguous()
 
 
-@kernel
-def forward(begin, end, x, weights, group, out):
-    """Pieces ``begin`` to ``end`` of ``out[g] = sum_j weights[g * group + j] x[g * group + j]``; x: [T, M], out: [G, M]."""
-    sums = np.empty(PIECE, weights.dtype)
-    for piece in range(begin, end):
-        start = np.uintp(piece * PIECE)
-        n = np.uintp(min(PIECE, x.shape[1] - piece * PIECE))
-        for g in range(out.shape[0]):
-            first = g * group
-            w = weights[first]
-            for i in range(n):
-                sums[i] = widened(x[first, start + i]) * w
-            for t in range(first + 1, min(first + group, x.shape[0])):
-                w = weights[t]
-                for i in range(n):
-                    sums[i] += widened(x[t, start + i]) * w
-            for i in range(n):
-                out[g, start + i] = narrowed(sums[i], out)
+def forward(x: Tensor, weights: Tensor, group: int) -> Tensor:
+    """Sums of groups of frames, in the memory format of x."""
+    last, frames = _is_last(x), x.shape[0]
+    out = empty(x, [-(-frames // group), *x.shape[1:]], last)
+    size = x.numel() // frames
+    if size:
+        x, weights = _lying(x, last), weights.contiguous()
+        share = threads(x.numel() * SUMMED)
+        library().aggregate_forward(
+            x.data_ptr(), weights.data_ptr(), out.data_ptr(), frames, size, group, DTYPES[x.dtype], share
+        )
+    return out
 
 
-@lean(fastmath={"reassoc", "nsz"})
-def _dot(a, s, b, t, start, n, zero):
-    result = zero
-    for i in range(n):
-        result += widened(a[s, start + i]) * widened(b[t, start + i])
-    return result
-
-
-@kernel
-def backward(begin, end, frames, group, zero, gradients):
-    """Gradients of ``forward`` from pieces ``begin`` to ``end``; zero is of the weights' dtype."""
-    go, x, weights = frames
-    gx, g_weights = gradients
-    for piece in range(begin, end):
-        start = np.uintp(piece * PIECE)
-        n = np.uintp(min(PIECE, go.shape[1] - piece * PIECE))
-        for t in range(weights.size):
-            if g_weights.shape[0]:
-                g_weights[piece, t] = _dot(go, t // group, x, t, start, n, zero)
-            if gx.shape[1]:
-                w = weights[t]
-                for i in range(n):
-                    gx[t, start + i] = narrowed(widened(go[t // group, start + i]) * w, gx)
+def backward(
+    go: Tensor, x: Tensor, weights: Tensor, group: int, need_x: bool, need_weights: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients to x and weights; None for what is not needed."""
+    last, frames = _is_last(x), x.shape[0]
+    gx = empty(x, list(x.shape), last) if need_x else None
+    size, kernels = x.numel() // frames, library()
+    # A weight's gradient is summed piece by piece, so that it does not depend on how many threads share the pieces.
+    sums = weights.new_zeros(kernels.aggregate_pieces(size), frames) if need_weights else None
+    if size:
+        go, x, weights = _lying(go, last), _lying(x, last), weights.contiguous()
+        share = threads(x.numel() * SUMMED_BACK)
+        kernels.aggregate_backward(
+            go.data_ptr(), x.data_ptr(), weights.data_ptr(), pointer(gx), pointer(sums), frames, size, group,
+            DTYPES[x.dtype], share,
+        )  # fmt: skip
+    return gx, None if sums is None else sums.sum(0)

@@ -1,0 +1,66 @@
+"""Compile the CPU's kernels when sj_tac is installed or built; everything else is in pyproject.toml."""
+
+import importlib.util
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+FOLDER = Path(__file__).parent / "sj_tac/kernels/cpu"
+
+
+def compiling():
+    """Load sj_tac/kernels/cpu/compiling.py without sj_tac, which imports torch."""
+    spec = importlib.util.spec_from_file_location("compiling", FOLDER / "compiling.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildWithKernels(build_py):
+    """Compile for this machine's processors in front of an editable install, for every level in front of a wheel."""
+
+    def run(self):
+        kernels = compiling()
+        command = kernels.compiler()
+        if not command:
+            print("sj_tac: no C++ compiler; its nets will run in plain PyTorch on a CPU", file=sys.stderr)
+        for level in kernels.levels_here() if command else ():
+            print(f"sj_tac: {kernels.build(level, command)}", file=sys.stderr)
+        super().run()
+        if command and not self.editable_mode:
+            target = Path(self.build_lib, "sj_tac/kernels/cpu")
+            for level in kernels.levels_here():
+                shutil.copy2(kernels.library(level), target)
+
+
+class WheelForAnyPython(bdist_wheel):
+    """A wheel with machine code in it, but of no version of Python."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.root_is_pure = not compiling().compiler()
+
+    def get_tag(self):
+        _, _, system = super().get_tag()
+        if system.startswith("linux_"):
+            glibc = "_".join(platform.libc_ver()[1].split(".")) if not uses_zig() else "2_28"
+            system = f"manylinux_{glibc}_{system.removeprefix('linux_')}"
+        return "py3", "none", system
+
+
+def uses_zig():
+    return "ziglang" in compiling().compiler()
+
+
+class WithKernels(Distribution):
+    def has_ext_modules(self):
+        return bool(compiling().compiler())
+
+
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForAnyPython}, distclass=WithKernels)

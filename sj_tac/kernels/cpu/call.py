@@ -1,0 +1,97 @@
+"""What the compiled kernels are called with, and the library that they lie in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+import torch
+
+from sj_tac.kernels.cpu import compiling
+
+POINTERS = (
+    "y", "residual", "scale", "shift", "v0", "linear", "weights", "out", "v", "go", "gv", "gy", "g_residual", "gv0",
+    "g_scale", "g_shift", "g_linear", "g_weights", "lengths",
+)  # fmt: skip
+NUMBERS = (
+    "drives", "steps", "group", "samples", "channels", "height", "width", "last", "pool", "kh", "kw", "sh", "sw", "ph", "pw",
+    "out_height", "out_width", "dtype", "mode", "hard", "surrogate", "threads", "pieces",
+)  # fmt: skip
+FLOATS = ("tau", "rest", "threshold", "decay", "gain", "keep", "rest_gain", "h_gain", "alpha")
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+# Nanoseconds of work below which a second thread costs more than it saves: its start takes 20 us in a loop, and 50 to 100
+# in a net, whose convolutions have filled the caches since the last one.
+ALONE = 50_000
+# Of torch's OpenMP library, whose threads a forked child must not touch.
+_FORKED: list[bool] = []
+
+
+class Call(ctypes.Structure):
+    """``Call`` of src/call.h, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        *((name, ctypes.c_double) for name in FLOATS),
+    ]
+
+
+def level() -> str:
+    """Return the level of kernels that this processor runs; ATEN_CPU_CAPABILITY lowers it as it lowers torch's own."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return "v4" if capability.startswith("AVX512") else "v3" if capability == "AVX2" else "plain"
+
+
+@cache
+def _find() -> tuple[Any, str]:
+    known = [each for each in compiling.levels_here() if each in ("plain", level()) or (level(), each) == ("v4", "v3")]
+    found = [file for file in map(compiling.library, known) if file.exists()]
+    if not found:
+        return None, (
+            f"sj_tac's kernels for this processor are not compiled in {compiling.HERE}; install sj_tac anew where there is "
+            "a C++ compiler (g++ or clang++, or `pip install ziglang`): `pip install -e .` in a checkout"
+        )
+    try:
+        lib = ctypes.CDLL(str(found[0]))
+    except OSError as error:
+        return None, f"{found[0]} does not load: {error}; remove it, and install sj_tac anew"
+    whole, pointer = ctypes.c_int64, ctypes.c_void_p
+    lib.backward_pieces.restype = lib.aggregate_pieces.restype = whole
+    lib.aggregate_pieces.argtypes = [whole]
+    lib.aggregate_forward.argtypes = [pointer] * 3 + [whole] * 5
+    lib.aggregate_backward.argtypes = [pointer] * 5 + [whole] * 5
+    lib.fire_forward.argtypes = lib.fire_backward.argtypes = lib.backward_pieces.argtypes = [ctypes.POINTER(Call)]
+    lib.fire_forward.restype = lib.fire_backward.restype = None
+    lib.aggregate_forward.restype = lib.aggregate_backward.restype = None
+    try:
+        # The soname of what torch has loaded: its threads, not a second pool of them.
+        gomp = ctypes.CDLL("libgomp.so.1")
+        lib.use_threads(ctypes.cast(gomp.GOMP_parallel, ctypes.c_void_p))
+    except (OSError, AttributeError):  # not on this system: one thread
+        _FORKED.append(True)
+    os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
+    return lib, ""
+
+
+def problem() -> str:
+    """Return why there are no compiled kernels; empty where there are."""
+    return _find()[1]
+
+
+def library() -> Any:
+    """Return the kernels."""
+    found, why = _find()
+    assert found is not None, why
+    return found
+
+
+def threads(nanoseconds: float) -> int:
+    """Return how many threads share so much work: as many as torch uses, or one."""
+    return 1 if nanoseconds < ALONE or _FORKED else torch.get_num_threads()
+
+
+def pointer(x: torch.Tensor | None) -> int | None:
+    """Return where a tensor's numbers lie."""
+    return None if x is None else x.data_ptr()

@@ -1,0 +1,397 @@
+// Gradients of `fire` from its drives and first voltages alone: a block's steps are run again, and then walked back.
+//
+// The gradient of a spike comes from the windows that the neuron lies in. A maximum gives it to the first neuron that fires,
+// in the order of rows, or to the very first where none does, as torch's MaxPool2d; a mean gives it to all of them alike.
+#include "words.h"
+
+// Neurons of a unit; with a pool, more, because of the rows above and below that their windows look at.
+constexpr i64 UNIT = 4096, POOLED_UNIT = 32768, MOST_PIECES = 64;
+
+static i64 rows_of_unit(const Call& a) {
+    return std::min(a.height, std::max<i64>(1, (a.pool ? POOLED_UNIT : UNIT) / a.row()));
+}
+
+static i64 units_of(const Call& a) { return a.planes() * ((a.height + rows_of_unit(a) - 1) / rows_of_unit(a)); }
+
+// How many sums of gradients there are: of each piece of the frame one. It does not depend on how many threads there are.
+EXPORT i64 backward_pieces(const Call* a) { return std::min(units_of(*a), MOST_PIECES); }
+
+// Windows that neurons lie in which are side by side: where their gradient lies, and at which steps it is these neurons'.
+template <class S> struct Windows {
+    struct Window {
+        const S* go;
+        const typename Vector<Wide<S>>::Word* takes;  // null: at every step
+    };
+    const Room<Window> window;
+    int n = 0;
+    i64 row = 0, sheet = 0;  // from one row of groups to the next, and from one BITS steps to the next
+    explicit Windows(i64 most) : window(most) {}
+};
+
+// Sums of gradients over the neurons of a piece, lane by lane.
+template <class W> struct Sums {
+    typedef typename Vector<W>::F F;
+    F scale = {}, shift = {};  // of one channel
+    Room<W> scales, shifts;    // of each channel, in channels_last, and again for blocks that begin at the last ones
+    Room<F> linear, weights;
+    Sums(const Call& a, i64 block) : scales(a.channels + block), shifts(a.channels + block), linear(2 * a.drives), weights(a.steps) {
+        for (i64 i = 0; i < a.channels + block; i++) scales[i] = shifts[i] = 0;
+        for (i64 g = 0; g < 2 * a.drives; g++) linear[g] = F{};
+        for (i64 t = 0; t < a.steps; t++) weights[t] = F{};
+    }
+
+    void add(i64 c, bool along, F by_scale, F by_shift, int lanes) {
+        if (!along) {
+            scale += by_scale, shift += by_shift;
+            return;
+        }
+        store(scales + c, load(scales + c, lanes) + by_scale, lanes);
+        store(shifts + c, load(shifts + c, lanes) + by_shift, lanes);
+    }
+
+    void put_channel(i64 c) {
+        scales[c] += sum_of(scale), shifts[c] += sum_of(shift);
+        scale = shift = F{};
+    }
+
+    void put(const Call& a, i64 piece, i64 block) {
+        W *g_scale = (W*)a.g_scale, *g_shift = (W*)a.g_shift, *g_linear = (W*)a.g_linear, *g_weights = (W*)a.g_weights;
+        for (i64 i = 0; g_scale && i < a.channels + block; i++) {
+            g_scale[piece * a.channels + i % a.channels] += scales[i];
+            g_shift[piece * a.channels + i % a.channels] += shifts[i];
+        }
+        for (i64 g = 0; g_linear && g < 2 * a.drives; g++) g_linear[piece * 2 * a.drives + g] = sum_of(linear[g]);
+        for (i64 t = 0; g_weights && t < a.steps; t++) g_weights[piece * a.steps + t] = sum_of(weights[t]);
+    }
+};
+
+// What a block keeps of every step: voltages before the reset, slopes of the spikes, and their gradients.
+template <class W> struct Steps {
+    typedef typename Vector<W>::F F;
+    Room<F> h, slope, given;
+    explicit Steps(i64 vectors) : h(vectors), slope(vectors), given(vectors) {}
+};
+
+// A block of N vectors, or of n neurons where N is 1.
+template <class S, int N> struct Block {
+    typedef Wide<S> W;
+    typedef typename Vector<W>::F F;
+    typedef typename Vector<W>::I I;
+    static constexpr int L = LANES<W>, BITS = 8 * sizeof(W);
+    const Call& a;
+    const Affine<W>& affine;
+    const Steps<W>& steps;
+    const i64 at, c;
+    const int n;
+
+    int lanes() const { return N > 1 ? L : n; }
+    F scale(int r) const { return affine.along ? load(affine.scale + c + r * L, lanes()) : F{} + affine.scale[c]; }
+    F shift(int r) const { return affine.along ? load(affine.shift + c + r * L, lanes()) : F{} + affine.shift[c]; }
+    F y(i64 g, int r) const { return load((const S*)a.y + g * a.frame() + at + r * L, lanes()); }
+    F start(int r) const { return a.v0 ? load((const W*)a.v0 + at + r * L, lanes()) : F{} + W(a.rest); }
+    F residual(i64 t, int r) const { return load((const S*)a.residual + t * a.frame() + at + r * L, lanes()); }
+    void read(i64 g, F (&x)[N]) const {
+        for (int r = 0; r < N; r++) x[r] = affine.scale ? y(g, r) * scale(r) + shift(r) : y(g, r);
+    }
+
+    template <int MODE> void forward() const {
+        Neuron<W, MODE, false> neuron(a);
+        F v[N], x[N], *h = steps.h;
+        for (int r = 0; r < N; r++) v[r] = start(r);
+        i64 t = 0;
+        for (i64 g = 0; g < a.drives; g++) {
+            neuron.on_drive(a, g);
+            read(g, x);
+            for (i64 j = a.lengths[g]; j; j--, t++, h += N)
+                for (int r = 0; r < N; r++) {
+                    h[r] = neuron.charged(a.residual ? x[r] + residual(t, r) : x[r], v[r]);
+                    v[r] = neuron.reset(h[r], neuron.fires(h[r]));
+                }
+        }
+    }
+
+    void forward_in_mode() const {
+        switch (a.mode) {
+            case LIF_DECAY: return forward<LIF_DECAY>();
+            case LIF: return forward<LIF>();
+            case PLIF_DECAY: return forward<PLIF_DECAY>();
+            case PLIF: return forward<PLIF>();
+            case IF: return forward<IF>();
+            default: return forward<MERGED>();
+        }
+    }
+
+    // Gradients of the spikes, and where a weight wants its own: that of its step, before it is multiplied.
+    template <int POOL> void of_spikes(const Windows<S>& windows, i64 offset, F* by_weight) const {
+        const W *weights = (const W*)a.weights, area = W(a.kh * a.kw), threshold = W(a.threshold);
+        for (int s = 0; s < windows.n; s++) {
+            const auto& window = windows.window[s];
+            const auto* takes = POOL == MAX_POOL ? window.takes + offset : nullptr;
+            const S* go = window.go + offset;
+            F* given = steps.given;
+            i64 in_group = 0;
+            for (i64 t = 0; t < a.steps; t++, given += N) {
+                const W weight = weights ? weights[t] : W(1);
+                const auto bit = (typename Vector<W>::Bit)(typename Vector<W>::Word(1) << (t % BITS));
+                for (int r = 0; r < N; r++) {
+                    F g = load(go + r * L, lanes());
+                    if (POOL == MAX_POOL) g = (load_words<W>(takes + r * L, lanes()) & bit) != 0 ? g : F{};
+                    if (POOL == AVG_POOL && by_weight) g = g / area;
+                    if (by_weight) by_weight[t] += steps.h[t * N + r] >= threshold ? g : F{};
+                    g = POOL == AVG_POOL && !by_weight ? g * weight / area : g * weight;
+                    given[r] = s ? given[r] + g : g;
+                }
+                if (POOL == MAX_POOL && (t + 1) % BITS == 0) takes += windows.sheet;
+                if (++in_group == a.group) go += windows.row, in_group = 0;
+            }
+        }
+        for (i64 i = 0; windows.n == 0 && i < a.steps * N; i++) steps.given[i] = F{};
+    }
+
+    // EXTRA: also gradients to the residual and to the numbers of steps.
+    template <bool EXTRA> void backward(Sums<W>& sums) const {
+        const W keep = W(a.keep), rest_gain = W(a.rest_gain), h_gain = W(a.h_gain), threshold = W(a.threshold), rest = W(a.rest);
+        const W* linear = (const W*)a.linear;
+        const bool mapped = affine.scale;
+        const F *h = steps.h + a.steps * N, *slope = steps.slope + a.steps * N, *given = steps.given + a.steps * N;
+        F carry[N], x[N], by_scale[N], by_shift[N];
+        for (int r = 0; r < N; r++) {
+            carry[r] = a.gv ? load((const W*)a.gv + at + r * L, lanes()) : F{};
+            by_scale[r] = by_shift[r] = F{};
+        }
+        i64 t = a.steps;
+        for (i64 g = a.drives - 1; g >= 0; g--) {
+            const W beta = linear ? linear[2 * g] : W(a.decay), gamma = linear ? linear[2 * g + 1] : W(a.gain);
+            if (EXTRA) read(g, x);
+            F gx[N], by_beta = {}, by_gamma = {};
+            for (int r = 0; r < N; r++) gx[r] = F{};
+            for (i64 j = a.lengths[g]; j; j--) {
+                t--, h -= N, slope -= N, given -= N;
+                for (int r = 0; r < N; r++) {
+                    const F kept = (h[r] >= threshold ? F{} + keep : F{} + W(1)) + (rest_gain + h_gain * h[r]) * slope[r];
+                    carry[r] = given[r] * slope[r] + carry[r] * kept;
+                    const F to_drive = carry[r] * gamma;
+                    if (EXTRA && a.g_linear) {
+                        const F last = h[r - (t ? N : 0)], reset = a.hard ? F{} + rest : last - threshold;
+                        const F before = t ? (last >= threshold ? reset : last) : start(r);
+                        by_beta += carry[r] * (before - rest);
+                        by_gamma += carry[r] * (a.residual ? x[r] + residual(t, r) : x[r]);
+                    }
+                    if (EXTRA && a.g_residual) store((S*)a.g_residual + t * a.frame() + at + r * L, to_drive, lanes());
+                    gx[r] += to_drive, carry[r] *= beta;
+                }
+            }
+            if (EXTRA) sums.linear[2 * g] += by_beta, sums.linear[2 * g + 1] += by_gamma;
+            for (int r = 0; r < N; r++) {
+                if (mapped) by_shift[r] += gx[r], by_scale[r] += gx[r] * y(g, r), gx[r] *= scale(r);
+                store((S*)a.gy + g * a.frame() + at + r * L, gx[r], lanes());
+            }
+        }
+        for (int r = 0; r < N; r++) {
+            if (a.gv0) store((W*)a.gv0 + at + r * L, carry[r], lanes());
+            if (mapped) sums.add(c + r * L, affine.along, by_scale[r], by_shift[r], lanes());
+        }
+    }
+
+    void run(const Windows<S>& windows, i64 offset, Sums<W>& sums) const {
+        forward_in_mode();
+        F* by_weight = a.g_weights ? (F*)sums.weights : nullptr;
+        if (a.pool == MAX_POOL) of_spikes<MAX_POOL>(windows, offset, by_weight);
+        else if (a.pool == AVG_POOL) of_spikes<AVG_POOL>(windows, offset, by_weight);
+        else of_spikes<NO_POOL>(windows, offset, by_weight);
+        slopes(a.surrogate, W(a.alpha), W(a.threshold), (const F*)steps.h, (F*)steps.slope, a.steps * N);
+        if (a.g_linear || a.g_residual) backward<true>(sums);
+        else backward<false>(sums);
+    }
+};
+
+constexpr int BACK_VECTORS = 8;
+
+// Gradients of m neurons side by side, from neuron `at` of a frame on, which is of channel c.
+template <class S>
+static void run_backward(
+    const Call& a, const Affine<Wide<S>>& affine, const Steps<Wide<S>>& steps, Sums<Wide<S>>& sums, i64 at, i64 m, i64 c,
+    const Windows<S>& windows
+) {
+    typedef Wide<S> W;
+    constexpr int L = LANES<W>, B = BACK_VECTORS * L;
+    const auto channel = [&](i64 i) { return a.last ? (c + i) % a.channels : c; };
+    i64 i = 0;
+    for (; m - i >= B; i += B) Block<S, BACK_VECTORS>{a, affine, steps, at + i, channel(i), L}.run(windows, i, sums);
+    for (; m - i >= 2 * L; i += 2 * L) Block<S, 2>{a, affine, steps, at + i, channel(i), L}.run(windows, i, sums);
+    for (; i < m; i += L) {
+        const int n = (int)std::min<i64>(L, m - i);
+        Block<S, 1>{a, affine, steps, at + i, channel(i), n}.run(windows, i, sums);
+    }
+    if (affine.scale && !a.last) sums.put_channel(c);
+}
+
+// The windows that the neurons of some rows of a plane lie in. Rows are looked at one after the other, from the top of a unit:
+// in contiguous maps a few together, so that they fill a block, in channels_last one, of which each pixel is run by itself.
+template <class S> struct Unpooling {
+    typedef Wide<S> W;
+    typedef typename Vector<W>::Word Word;
+    const Call& a;
+    const Words<W>& words;
+    const i64 down, beside, row, groups;  // windows that a neuron lies in by rows and columns; numbers in a row; rows of `go`
+    const i64 together;  // rows
+    Room<Word> takes;    // [down, beside, sheets, together, row] steps at which a window's maximum is a neuron's
+    Room<Word> earlier;  // [down, sheets, out_row] of each window that the row is in: steps at which a neuron above fires
+    Room<Word> none;     // [out_row] of windows that begin in the row: steps at which none of their neurons fires
+    Room<S> given;       // [down, beside, groups, together, row] contiguous maps: gradients of windows, brought to their neurons
+    i64 plane = 0, r = 0, first = 0;
+
+    Unpooling(const Call& a, const Words<W>& words)
+        : a(a), words(words), down((a.kh + a.sh - 1) / a.sh), beside((a.kw + a.sw - 1) / a.sw), row(a.row()),
+          groups((a.steps + a.group - 1) / a.group), together(a.last ? 1 : std::min(a.height, (255 + row) / row)),
+          takes(a.pool == MAX_POOL ? down * beside * words.sheets * together * row : 0),
+          earlier(a.pool == MAX_POOL ? down * words.sheets * a.out_row() : 0), none(a.out_row()),
+          given(a.last ? 0 : down * beside * groups * together * row) {}
+
+    i64 first_window(i64 r) const { return r + a.ph >= a.kh ? (r + a.ph - a.kh) / a.sh + 1 : 0; }
+    i64 last_window(i64 r) const { return std::min(a.out_height - 1, (r + a.ph) / a.sh); }
+    i64 top(i64 o) const { return std::max<i64>(0, o * a.sh - a.ph); }
+    i64 bottom(i64 o) const { return std::min(a.height, o * a.sh - a.ph + a.kh); }
+    i64 slot(i64 o) const { return o % down * beside; }
+    Word* takes_of(i64 slot, i64 s) const { return takes + (slot * words.sheets + s) * together * row; }
+    Word* earlier_of(i64 o, i64 s) const { return earlier + (o % down * words.sheets + s) * a.out_row(); }
+
+    // each(q, c, b): column c of the map is column b of the windows in column q. From left to right in each window.
+    template <class Each> void over_columns(Each each) const {
+        const auto columns = [&](i64 kw, i64 sw) {
+            for (i64 q = 0; q < a.out_width; q++) {
+                const i64 c = q * sw - a.pw;
+                if (c >= 0 && c + kw <= a.width) for (i64 b = 0; b < kw; b++) each(q, c + b, b);
+                else for (i64 b = std::max<i64>(0, -c); b < std::min(kw, a.width - c); b++) each(q, c + b, b);
+            }
+        };
+        if (a.kw == 2 && a.sw == 2) columns(2, 2);
+        else if (a.kw == 3 && a.sw == 2) columns(3, 2);
+        else columns(a.kw, a.sw);
+    }
+
+    // ORs rows [begin, end) of the windows in row o into a word for each window.
+    void or_rows(Word* to, i64 begin, i64 end, i64 s) const {
+        const i64 n = a.across();
+        for (i64 r = begin; r < end; r++) {
+            const Word* fired = words.at(r, s);
+            over_columns([&](i64 q, i64 c, i64) {
+                for (i64 i = 0; i < n; i++) to[q * n + i] |= fired[c * n + i];
+            });
+        }
+    }
+
+    void begin(i64 of, i64 at) {
+        plane = of, r = at;
+        if (a.pool != MAX_POOL) return;
+        for (i64 o = first_window(r); o <= last_window(r); o++)
+            for (i64 s = 0; s < words.sheets; s++) {
+                memset(earlier_of(o, s), 0, a.out_row() * sizeof(Word));
+                or_rows(earlier_of(o, s), top(o), r, s);
+            }
+    }
+
+    // At which steps the maxima of the windows in row o are those of neurons in row r.
+    void take(i64 o, i64 s) {
+        const i64 n = a.across(), stride = words.sheets * together * row, sw = a.sw;
+        Word *before = earlier_of(o, s), *to = takes_of(slot(o), s) + (r - first) * row;
+        const Word* fired = words.at(r, s);
+        memset(none, 0, a.out_row() * sizeof(Word));
+        if (r == top(o)) {
+            memset(before, 0, a.out_row() * sizeof(Word));
+            or_rows(none, r, bottom(o), s);
+            for (i64 i = 0; i < a.out_row(); i++) none[i] = ~none[i];
+        }
+        over_columns([&](i64 q, i64 c, i64 b) {
+            Word *found = to + (b < sw ? 0 : b / sw * stride) + c * n, *seen = before + q * n, *silent = none + q * n;
+            const Word* bits = fired + c * n;
+            for (i64 i = 0; i < n; i++) {
+                found[i] = (bits[i] & ~seen[i]) | silent[i];
+                seen[i] |= bits[i], silent[i] = 0;
+            }
+        });
+    }
+
+    // Looks at the next rows, of which there are n.
+    void look(i64 n) {
+        if (a.pool == MAX_POOL) memset(takes, 0, down * beside * words.sheets * together * row * sizeof(Word));
+        if (!a.last) memset((void*)given.at, 0, down * beside * groups * together * row * sizeof(S));
+        for (first = r; r < first + n; r++) look_at_row();
+    }
+
+    void look_at_row() {
+        for (i64 o = first_window(r); o <= last_window(r); o++) {
+            for (i64 s = 0; a.pool == MAX_POOL && s < words.sheets; s++) take(o, s);
+            for (i64 group = 0; !a.last && group < groups; group++) {
+                const S* go = (const S*)a.go + group * a.emitted() + (plane * a.out_height + o) * a.out_width;
+                S* to = given + ((slot(o) * groups + group) * together + r - first) * row;
+                const i64 stride = groups * together * row, sw = a.sw;
+                over_columns([&](i64 q, i64 c, i64 b) { to[(b < sw ? 0 : b / sw * stride) + c] = go[q]; });
+            }
+        }
+    }
+
+    // Of the neurons of column c of the row in channels_last, of all rows else.
+    void windows_of(i64 c, Windows<S>& windows) const {
+        windows.n = 0, windows.sheet = together * row, windows.row = a.last ? a.emitted() : together * row;
+        const auto add = [&](i64 slot, const S* go) {
+            windows.window[windows.n++] = {go, a.pool == MAX_POOL ? takes_of(slot, 0) + c * a.across() : nullptr};
+        };
+        if (!a.last)
+            for (i64 j = 0; j < down * beside; j++) add(j, given + j * groups * together * row);
+        for (i64 o = first_window(first); a.last && o <= last_window(first); o++)
+            for (i64 q = (c + a.pw) / a.sw; q >= 0 && c + a.pw - q * a.sw < a.kw; q--)
+                if (q < a.out_width)
+                    add(slot(o) + (c + a.pw - q * a.sw) / a.sw, (const S*)a.go + ((plane * a.out_height + o) * a.out_width + q) * a.channels);
+    }
+};
+
+template <class S> static void part(const Call& a, i64 piece, i64 begin, i64 end) {
+    typedef Wide<S> W;
+    constexpr i64 B = BACK_VECTORS * LANES<W>;
+    const i64 tall = rows_of_unit(a), strips = (a.height + tall - 1) / tall, row = a.row();
+    const Affine<W> affine(a, B);
+    const Steps<W> steps(a.steps * BACK_VECTORS);
+    Sums<W> sums(a, B);
+    Call again = a;  // for the words alone
+    again.v = nullptr;
+    Words<W> words(again, a.pool == MAX_POOL ? tall + 2 * a.kh : 0);
+    Unpooling<S> unpooling(a, words);
+    Windows<S> windows(unpooling.down * unpooling.beside);
+    for (i64 u = begin; u < end; u++) {
+        const i64 plane = u / strips, r0 = u % strips * tall, r1 = std::min(a.height, r0 + tall), c = a.last ? 0 : plane % a.channels;
+        if (!a.pool) {
+            const i64 at = (plane * a.height + r0) * row;
+            windows.n = 1, windows.row = a.frame(), windows.window[0] = {(const S*)a.go + at, nullptr};
+            run_backward(a, affine, steps, sums, at, (r1 - r0) * row, c, windows);
+            continue;
+        }
+        if (a.pool == MAX_POOL) {
+            const i64 top = std::min(r0, unpooling.first_window(r0) * a.sh - a.ph);
+            const i64 bottom = std::max(r1, unpooling.last_window(r1 - 1) * a.sh - a.ph + a.kh);
+            words.template step<S>(again, affine, plane, std::max<i64>(0, top), std::min(a.height, bottom));
+        }
+        unpooling.begin(plane, r0);
+        for (i64 r = r0, rows; r < r1; r += rows) {
+            rows = std::min(unpooling.together, r1 - r);
+            unpooling.look(rows);
+            const i64 runs = a.last ? a.width : 1, m = a.last ? a.channels : rows * a.width;
+            for (i64 i = 0; i < runs; i++) {
+                unpooling.windows_of(i, windows);
+                run_backward(a, affine, steps, sums, (plane * a.height + r) * row + i * m, m, c, windows);
+            }
+        }
+    }
+    sums.put(a, piece, B);
+}
+
+template <class S> static void shared(const Call& a) {
+    const i64 units = units_of(a);
+    share(a.pieces, a.threads, [&](i64 p) { part<S>(a, p, units * p / a.pieces, units * (p + 1) / a.pieces); });
+}
+
+EXPORT void fire_backward(const Call* a) {
+    if (a->dtype == FLOAT32) shared<float>(*a);
+    else if (a->dtype == FLOAT64) shared<double>(*a);
+    else shared<bf16>(*a);
+}

@@ -1,0 +1,31 @@
+// Steps of neurons as bits of words, one bit a step, and the OR of words over the windows of a pool.
+#pragma once
+#include "forward_block.h"
+
+// Words of the rows of one plane: of each neuron one word for every BITS steps, a sheet of rows for each.
+template <class W> struct Words {
+    typedef typename Vector<W>::Word Word;
+    static constexpr int BITS = 8 * sizeof(Word);
+    const i64 row, sheet, sheets;
+    Room<Word> room;
+    i64 plane = -1, first = 0, next = 0;  // which rows they are of
+
+    Words(const Call& a, i64 rows)
+        : row(a.row()), sheet((rows * row + 15) / 16 * 16), sheets((a.steps + BITS - 1) / BITS), room(sheet * sheets) {}
+
+    Word* at(i64 r, i64 s) const { return room + s * sheet + (r - first) * row; }
+
+    // Steps the rows [begin, end) of a plane; those of the call before that are among them are kept.
+    template <class S> void step(const Call& a, const Affine<W>& affine, i64 of, i64 begin, i64 end) {
+        i64 have = begin;
+        if (of == plane && begin >= first && next > begin) {
+            for (i64 s = 0; s < sheets; s++) memmove(room + s * sheet, at(begin, s), (next - begin) * row * sizeof(Word));
+            have = next;
+        }
+        plane = of, first = begin, next = std::max(have, end);
+        if (have < end) {
+            const i64 base = of * a.height * row, c = a.last ? 0 : of % a.channels;
+            step_in_mode<S, false>(a, affine, base + have * row, (end - have) * row, c, at(have, 0), sheet);
+        }
+    }
+};
