@@ -1,8 +1,9 @@
 """setuptools' build backend, which asks the package index for a C++ compiler where this machine has none."""
 
-from setup import compiling
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
+
+from setup import compiling
 
 
 def _with_compiler(wanted):

@@ -28,6 +28,7 @@ if ! "$python" -c 'import spikingjelly, pydantic, loguru' 2>/dev/null; then
     stage install 120 "$python" -m pip install --no-index --find-links "${WHEELS:?a folder with the wheels that are missing}" \
         --no-deps $(find "$WHEELS" -type f -name '*.whl')
 fi
+stage kernels 120 "$python" sj_tac/kernels/cpu/compiling.py
 stage machine 60 "$python" -m sj_tac env
 stage calls 120 "$python" -m benchmarks.first_device --out "$out/calls.jsonl"
 stage calls-nvrtc 60 "$python" -m benchmarks.first_device --backend nvrtc --out "$out/calls-nvrtc.jsonl"

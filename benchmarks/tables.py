@@ -26,7 +26,9 @@ def rows(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def where(machine: dict[str, Any]) -> str:
     """Machine and versions, in one line."""
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "spikingjelly", "numba", "sj_tac") if name in machine)
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("torch", "spikingjelly", "numba", "sj_tac") if name in machine
+    )
     return f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {versions}, {machine['date']}"
 
 

@@ -4,10 +4,11 @@
     python tests/mutants.py --seed 1
 
 A fault is one of cosmic-ray's mutations (KINDS below), at a place drawn by the seed: each operator, number, condition and
-``except`` of the package's Python is as likely as any other. First the quick suite runs once under coverage, which tells for
-each line the tests that execute it. Then each fault meets tests that concern it (``Concerned.of``): those that execute its
-line, up to ``--budget`` seconds of them, of many files. A fault is killed when one of them fails, and when
-they take more than twice that time and a minute to start (eleven minutes where kernels have to be compiled anew).
+``except`` of the package's Python is as likely as any other, and each operator and number of its C++ (SWAPS). First the
+quick suite runs once under coverage, which tells for each line the tests that execute it. Then each fault meets tests that
+concern it (``Concerned.of``): those that execute its line, up to ``--budget`` seconds of them, of many files. A fault is
+killed when one of them fails, and when they take more than twice that time and a minute to start (three where kernels have
+to be compiled anew).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ast
 import hashlib
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +59,14 @@ KINDS = [
     "core/NumberReplacer", "core/ZeroIterationForLoop", "core/ExceptionReplacer",
     "core/ReplaceBreakWithContinue", "core/ReplaceContinueWithBreak",
 ]  # fmt: skip
+# Of C++, in which each binary operator stands between spaces, and each number is written out.
+SWAPS = {
+    " < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ", " + ": " - ", " - ": " + ",
+    " * ": " / ", " / ": " * ", " % ": " * ", " && ": " || ", " || ": " && ", " & ": " | ", " | ": " & ", " << ": " >> ",
+    " += ": " -= ", " |= ": " &= ", "true": "false", "false": "true",
+}  # fmt: skip
+TOKEN = re.compile("|".join(map(re.escape, sorted(SWAPS, key=len, reverse=True))) + r"|(?<![\w.])\d+(?![\w.])")
+KERNELS = "sj_tac/kernels/cpu"
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,11 @@ class Fault:
 
     def code(self) -> str:
         """Return the file's text with the fault in it."""
+        if self.kind == "C++":
+            text = (ROOT / self.file).read_text()
+            found = next(place for place in TOKEN.finditer(text, self.occurrence))
+            other = SWAPS.get(found[0]) or str(int(found[0]) + 1)
+            return text[: found.start()] + other + text[found.end() :]
         changed = mutate_code((ROOT / self.file).read_text(), get_operator(self.kind)(), self.occurrence)
         assert changed is not None, self
         return str(changed)
@@ -77,7 +92,7 @@ class Fault:
     def describe(self) -> str:
         before, after = (ROOT / self.file).read_text().splitlines(), self.code().splitlines()
         old, new = next(((a, b) for a, b in zip(before, after, strict=False) if a != b), ("", ""))
-        return f"{self.file}:{self.line}  {self.kind.split('/')[1]}\n      - {old.strip()}\n      + {new.strip()}"
+        return f"{self.file}:{self.line}  {self.kind.split('/')[-1]}\n      - {old.strip()}\n      + {new.strip()}"
 
 
 def passed_over(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -107,6 +122,22 @@ def passed_over(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]
     ]
 
 
+def faults_of_kernels(file: Path) -> list[Fault]:
+    """Return the faults of a file of C++; ``occurrence`` is where in the text.
+
+    Passed over are comments, what the preprocessor reads, sizes of blocks and units (constants in capitals), and prefetches.
+    """
+    found, start = [], 0
+    for number, line in enumerate(file.read_text().splitlines(keepends=True), 1):
+        code = line.partition("//")[0]
+        if not re.search(r"^\s*#|constexpr i(64|nt) [A-Z]|ask_for|prefetch|typedef|template", code):
+            found += [
+                Fault(str(file.relative_to(ROOT)), "C++", start + place.start(), number) for place in TOKEN.finditer(code)
+            ]
+        start += len(line)
+    return found
+
+
 def draw(seed: int, count: int) -> list[Fault]:
     """Return ``count`` faults at different places, drawn by the seed.
 
@@ -126,6 +157,10 @@ def draw(seed: int, count: int) -> list[Fault]:
                 if not star and not any(begin <= (line, column) < end for begin, end in skipped):
                     place = f"{seed} {name} {lines[line - 1].strip()} {column} {lines[:line].count(lines[line - 1])}"
                     places[hashlib.sha256(place.encode()).hexdigest()].append(Fault(name, kind, occurrence, line))
+    for file in sorted(ROOT.joinpath(KERNELS, "src").iterdir()):
+        for fault in faults_of_kernels(file):
+            place = f"{seed} {fault.file} {file.read_text()[fault.occurrence :][:40]} {fault.occurrence}"
+            places[hashlib.sha256(place.encode()).hexdigest()].append(fault)
     return [random.Random(place).choice(places[place]) for place in sorted(places)[:count]]
 
 
@@ -175,18 +210,15 @@ class Concerned:
         """Return the tests that execute the fault's line, in the order in which to run them, ``budget`` seconds in all.
 
         Two orders take turns: the tests that know the file best (they execute lines of it that few others do), and quick
-        tests of all test files in turn. What runs when a module is imported, and what Numba compiles, is no test's own line:
+        tests of all test files in turn. What runs when a module is imported is no test's own line:
         there, and in an unexecuted line, all tests run that execute something of the file, and those of test files that
-        name its module; of a file that no test reaches, those of its folder.
+        name its module; of a file that no test reaches, those of its folder; of C++, those that execute the call of it.
         """
-        lines = self.lines(fault.file)
+        lines = self.lines(f"{KERNELS}/call.py" if fault.kind == "C++" else fault.file)
         folder = fault.file.split("/")[1]
         tests = lines.get(fault.line, set())
         if not tests:
             tests = set().union(*lines.values()) | {t for t in self.times if t.partition("::")[0] in self.naming(fault.file)}
-        if "/kernels/cpu/" in fault.file:
-            # Coverage sees of a compiled function only what a test has left as Python.
-            tests = tests | {t for t in self.times if t.startswith("tests/kernels/")}
         if not tests:
             tests = {t for t in self.times if t.startswith(f"tests/{folder}/")}
         known: dict[str, float] = defaultdict(float)
@@ -225,19 +257,22 @@ def run(fault: Fault, tests: list[str], checkout: Path, budget: float) -> str:
     names = checkout / "tests-of-this-fault.txt"
     names.write_text("\n".join(tests))
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", f"@{names}"]
-    with tempfile.TemporaryDirectory() as compiled:
-        # What Numba makes of a fault is not kept beside what it has made of the package.
-        anew = "/kernels/" in fault.file
-        where = environment(checkout, **({"NUMBA_CACHE_DIR": compiled} if anew else {}))
-        limit = 2 * budget + (660 if anew else 60)
-        try:
-            file.write_text(fault.code())
-            done = subprocess.run(command, cwd=checkout, env=where, capture_output=True, text=True, timeout=limit)
-        except subprocess.TimeoutExpired:
-            return "(too slow)"
-        finally:
-            file.write_text(text)
-            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    where, anew = environment(checkout), KERNELS in fault.file
+    levels = {library.name.split("-")[1] for library in ROOT.joinpath(KERNELS).glob("*.so")}
+    build = [sys.executable, f"{KERNELS}/compiling.py", *levels]
+    try:
+        file.write_text(fault.code())
+        if anew and subprocess.run(build, cwd=checkout, env=where, capture_output=True).returncode:
+            return "(does not compile)"
+        limit = 2 * budget + (180 if anew else 60)
+        done = subprocess.run(command, cwd=checkout, env=where, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return "(too slow)"
+    finally:
+        file.write_text(text)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        for library in ROOT.joinpath(KERNELS).glob("*.so"):
+            shutil.copy2(library, checkout / KERNELS)
     if done.returncode == 0:
         return ""
     lines = (done.stdout + done.stderr).splitlines()

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 
 import pairs
 import pytest

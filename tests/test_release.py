@@ -1,6 +1,7 @@
 """What is released: a wheel and an sdist that work where nothing of the checkout is, and files that others read."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 import yaml
 
+from sj_tac.kernels.cpu import compiling
+
 ROOT = Path(__file__).resolve().parents[1]
 CALL = """
 import pathlib, sys
@@ -23,7 +26,8 @@ functional.set_step_mode(net, "m")
 fast = sj_tac.convert(net, k=2)
 sj_tac.report(fast).to_html(sys.argv[1])
 places = [str(pathlib.Path(package.__file__).parent) for package in (sj_tac, sj_tac.rewrites)]
-print(fast(torch.rand(4, 1, 2, 6, 6)).shape[0], *places)
+steps = fast(torch.rand(4, 1, 2, 6, 6)).shape[0]
+print(steps, sj_tac.report(fast)["0"].kernel.split(",")[0], *places)
 """
 
 
@@ -41,10 +45,10 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("release")
     source = folder / "source"
     source.mkdir()
-    for name in ("README.md", "LICENSE", "pyproject.toml"):
+    for name in ("README.md", "LICENSE", "MANIFEST.in", "build_backend.py", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, source)
     for name in ("sj_tac", "rewrites"):  # sj_tac/rewrites is a symbolic link to rewrites
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", ".", cwd=source)
     (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
     return wheel, sdist
@@ -60,11 +64,18 @@ def test_wheel_and_sdist_have_all_that_runs(built):
         str(Path(place, path.relative_to(ROOT / folder)))
         for folder, place in {"sj_tac": "sj_tac", "rewrites": "sj_tac/rewrites"}.items()
         for path in ROOT.joinpath(folder).rglob("*")
-        if path.suffix in (".py", ".cu", ".cuh", ".j2", ".typed")
+        if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".j2", ".typed")
     }
     assert wanted <= inside
     assert wanted <= packed
     assert not [name for name in inside if name.split("/")[0] != "sj_tac"]
+    assert "py3-none-manylinux_2_28" in wheel.name
+    libraries = [name for name in inside if name.endswith(".so")]
+    assert {name.split("-")[1] for name in libraries} == set(compiling.levels_here())
+    for name in libraries:
+        versions = re.findall(rb"GLIBC_2\.(\d+)", zipfile.ZipFile(wheel).read(name))
+        assert versions
+        assert max(map(int, versions)) <= 28
 
 
 @pytest.mark.exhaustive
@@ -75,8 +86,8 @@ def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
     place = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=tmp_path).strip()
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, built[0], cwd=tmp_path)
     Path(place, "others.pth").write_text(str(Path(torch.__file__).parents[1]) + "\n")
-    steps, ours, passes = run(python, "-W", "ignore", "-c", CALL, tmp_path / "page.html", cwd=tmp_path).split()
-    assert steps == "4"
+    steps, kernel, ours, passes = run(python, "-W", "ignore", "-c", CALL, tmp_path / "page.html", cwd=tmp_path).split()
+    assert (steps, kernel) == ("4", "cpp")
     assert Path(ours) == Path(place, "sj_tac")
     assert Path(passes) == Path(place, "sj_tac", "rewrites")
     assert "<table" in (tmp_path / "page.html").read_text()

@@ -1,4 +1,4 @@
-"""``aggregate`` on the CPU against the reference kernel, the sum written out, torch's operator checks, finite differences."""
+"""``aggregate`` on the CPU against the reference kernel, the sum written out, torch's operator checks, differences."""
 
 import torch
 from hypothesis import given, settings, strategies as st

@@ -62,8 +62,9 @@ def build(level: str, command: list[str]) -> Path:
     if done.exists():
         return done
     flags = [*FLAGS, *LEVELS[level]]
-    if "ziglang" in command and platform.system() == "Linux":
-        flags += ["-target", f"{platform.machine()}-linux-gnu.2.28"]
+    if "ziglang" in command:  # which has names of its own, and a target for every machine
+        processor = [] if level == "plain" else [f"-mcpu=x86_64_{level}"]
+        flags = [*FLAGS, *processor, "-target", f"{platform.machine()}-linux-gnu.2.28"]
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(folder, f"{source.stem}.o") for source in sources]

@@ -63,10 +63,10 @@ def _call(o: Operands, last: bool, emitted: Sequence[int], nanoseconds: float) -
 
 def _lying(o: Operands, last: bool) -> Operands:
     """The operands without gaps, in one memory format: kernels read numbers one behind the other."""
-    frames = [x if x is None else laid(x, last) for x in (o.y, o.residual, o.v0)]
-    small = [x if x is None else x.contiguous() for x in (o.scale, o.shift, o.linear, o.weights)]
+    residual, v0 = (None if x is None else laid(x, last) for x in (o.residual, o.v0))
+    small = [None if x is None else x.contiguous() for x in (o.scale, o.shift, o.linear, o.weights)]
     return o._replace(
-        y=frames[0], residual=frames[1], v0=frames[2], scale=small[0], shift=small[1], linear=small[2], weights=small[3]
+        y=laid(o.y, last), residual=residual, v0=v0, scale=small[0], shift=small[1], linear=small[2], weights=small[3]
     )
 
 

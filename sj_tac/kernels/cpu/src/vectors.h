@@ -91,20 +91,32 @@ template <class F> static inline auto sum_of(F x) {
 
 template <class F> static inline F magnitude(F x) { return x < 0 ? -x : x; }
 
-// e^x within two units in the last place: 2^n e^r with |r| <= ln 2 / 2, and a polynomial for e^r.
-static inline Floats exponential(Floats x) {
-    x = x < -87.3f ? Floats{} - 87.3f : x;
-    x = x > 88.0f ? Floats{} + 88.0f : x;
-    const Floats shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to a whole number
-    const Floats n = shifted - 12582912.0f;
-    const Floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-    Floats p = Floats{} + 1.0f / 5040;
-    for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
-    const Ints power = ((Ints)shifted - 0x4b400000 + 127) << 23;
-    return p * (Floats)power;
+// What e^x takes of each dtype. A number added to ROUND is rounded to a whole one, which lies in the lowest bits of the sum.
+template <class W> struct Exponential;
+template <> struct Exponential<float> {
+    static constexpr float LEAST = -87, MOST = 88, ROUND = 12582912, LN2_HIGH = 0.693145752f, LN2_LOW = 1.42860677e-6f;
+    static constexpr int32_t ROUND_BITS = 0x4b400000, BIAS = 127, MANTISSA = 23, TERMS = 7;
+};
+template <> struct Exponential<double> {
+    static constexpr double LEAST = -708, MOST = 709, ROUND = 6755399441055744.0;
+    static constexpr double LN2_HIGH = 0.693147180369123816490, LN2_LOW = 1.90821492927058770002e-10;
+    static constexpr int64_t ROUND_BITS = 0x4338000000000000, BIAS = 1023, MANTISSA = 52, TERMS = 13;
+};
+
+// e^x within two units in the last place: 2^n e^r with |r| <= ln 2 / 2, and Taylor's series for e^r. It needs no library.
+template <class W> static inline typename Vector<W>::F exponential_of(typename Vector<W>::F x) {
+    typedef typename Vector<W>::F F;
+    typedef typename Vector<W>::I I;
+    typedef Exponential<W> E;
+    x = x < E::LEAST ? F{} + E::LEAST : x;
+    x = x > E::MOST ? F{} + E::MOST : x;
+    const F shifted = x * W(1.4426950408889634074) + E::ROUND, n = shifted - E::ROUND;
+    const F r = (x - n * E::LN2_HIGH) - n * E::LN2_LOW;
+    F p = F{} + W(1);
+    for (int k = E::TERMS; k > 0; k--) p = p * r * (W(1) / W(k)) + W(1);
+    const I power = ((I)shifted - E::ROUND_BITS + E::BIAS) << E::MANTISSA;
+    return p * (F)power;
 }
 
-static inline Vector<double>::F exponential(Vector<double>::F x) {
-    for (int i = 0; i < LANES<double>; i++) x[i] = std::exp(x[i]);
-    return x;
-}
+static inline Floats exponential(Floats x) { return exponential_of<float>(x); }
+static inline Vector<double>::F exponential(Vector<double>::F x) { return exponential_of<double>(x); }
