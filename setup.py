@@ -22,20 +22,22 @@ def compiling():
 
 
 class BuildWithKernels(build_py):
-    """Compile for this machine's processors in front of an editable install, for every level in front of a wheel."""
+    """Compile the kernels for every level of this kind of processor."""
 
     def run(self):
         kernels = compiling()
         command = kernels.compiler()
         if not command:
             print("sj_tac: no C++ compiler; its nets will run in plain PyTorch on a CPU", file=sys.stderr)
+        made = []
         for level in kernels.levels_here() if command else ():
-            print(f"sj_tac: {kernels.build(level, command)}", file=sys.stderr)
+            try:
+                made.append(kernels.build(level, command))
+            except RuntimeError as error:
+                print(f"sj_tac: no kernels for processors of level {level}: {error}", file=sys.stderr)
         super().run()
-        if command and not self.editable_mode:
-            target = Path(self.build_lib, "sj_tac/kernels/cpu")
-            for level in kernels.levels_here():
-                shutil.copy2(kernels.library(level), target)
+        for library in made if not self.editable_mode else ():
+            shutil.copy2(library, Path(self.build_lib, "sj_tac/kernels/cpu"))
 
 
 class WheelForAnyPython(bdist_wheel):

@@ -52,7 +52,7 @@ def test_a_library_of_other_sources_is_not_loaded(no_library, monkeypatch):
 
 def test_a_compiler_that_fails_leaves_no_library_and_says_what_it_said(no_library):
     with pytest.raises(RuntimeError, match=r"(?s)false .*failed with exit status 1"):
-        compiling.build("plain", ["false"])
+        compiling.build(call.level(), ["false"])
     assert not list(no_library.iterdir())
 
 

@@ -41,13 +41,14 @@ class Call(ctypes.Structure):
 def level() -> str:
     """Return the level of kernels that this processor runs; ATEN_CPU_CAPABILITY lowers it as it lowers torch's own."""
     capability = torch.backends.cpu.get_cpu_capability()
-    return "v4" if capability.startswith("AVX512") else "v3" if capability == "AVX2" else "plain"
+    lowest = compiling.levels_here()[-1]
+    return "v4" if capability.startswith("AVX512") else "v3" if capability == "AVX2" else lowest
 
 
 @cache
 def _find() -> tuple[Any, str]:
-    known = [each for each in compiling.levels_here() if each in ("plain", level()) or (level(), each) == ("v4", "v3")]
-    found = [file for file in map(compiling.library, known) if file.exists()]
+    known = compiling.levels_here()
+    found = [file for file in map(compiling.library, known[known.index(level()) :]) if file.exists()]
     if not found:
         return None, (
             f"sj_tac's kernels for this processor are not compiled in {compiling.HERE}; install sj_tac anew where there is "

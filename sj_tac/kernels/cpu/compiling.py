@@ -18,8 +18,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
-# What a level of x86 processors is called by compilers; "plain" is what every 64-bit processor of its kind runs.
-LEVELS = {"v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"], "v3": ["-march=x86-64-v3"], "plain": []}
+# What compilers call a level of x86 processors. The lowest is what NumPy asks for, too; other kinds have one, "plain".
+LEVELS = {
+    "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+    "v3": ["-march=x86-64-v3"],
+    "v2": ["-march=x86-64-v2"],
+    "plain": [],
+}
 # Spikes compare to the last bit with PyTorch's own: no multiplication and addition may become one operation.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 
@@ -39,7 +44,7 @@ def library(level: str) -> Path:
 
 def levels_here() -> list[str]:
     """Return the levels of this machine's kind of processor, the fastest first."""
-    return list(LEVELS) if platform.machine() in ("x86_64", "AMD64") else ["plain"]
+    return ["v4", "v3", "v2"] if platform.machine() in ("x86_64", "AMD64") else ["plain"]
 
 
 def compiler() -> list[str]:
