@@ -1,5 +1,7 @@
 """setuptools' build backend, which asks the package index for a C++ compiler where this machine has none."""
 
+import platform
+
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 
@@ -7,7 +9,7 @@ from setup import compiling
 
 
 def _with_compiler(wanted):
-    return wanted if compiling().compiler() else [*wanted, "ziglang"]
+    return wanted if compiling().compiler() or platform.system() == "Windows" else [*wanted, "ziglang"]
 
 
 def get_requires_for_build_wheel(config_settings=None):

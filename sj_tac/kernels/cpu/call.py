@@ -72,7 +72,8 @@ def _find() -> tuple[Any, str]:
         lib.use_threads(ctypes.cast(gomp.GOMP_parallel, ctypes.c_void_p))
     except (OSError, AttributeError):  # not on this system: one thread
         _FORKED.append(True)
-    os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
     return lib, ""
 
 

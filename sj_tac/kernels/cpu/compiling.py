@@ -48,7 +48,12 @@ def levels_here() -> list[str]:
 
 
 def compiler() -> list[str]:
-    """Return the command of a C++ compiler: that of $CXX, the machine's, or ziglang's from the package index; else []."""
+    """Return the command of a C++ compiler: that of $CXX, the machine's, or ziglang's from the package index; else [].
+
+    [] on Windows, too, where no build was ever tried.
+    """
+    if platform.system() == "Windows":
+        return []
     if os.environ.get("CXX"):
         return os.environ["CXX"].split()
     for name in ("g++", "clang++", "c++"):
