@@ -125,14 +125,10 @@ def test_files_are_short():
     assert {p.name: n for p in SOURCES if (n := len(p.read_text().splitlines())) > 400} == {}
 
 
-# An operator's schema is its parameters, and a command's parameters are the command line's options.
-SCHEMAS = {"fire_now", "fire_backward_now"}
-
-
 def test_functions_take_few_parameters():
     found = {}
     for path in SOURCES:
-        # The constructors of an older SpikingJelly are what they were.
+        # A command's parameters are the command line's options; an older SpikingJelly's constructors are what they were.
         if path.parts[-2:] == ("cli", "app.py") or path.parts[-2] == "clock_driven":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
@@ -140,7 +136,7 @@ def test_functions_take_few_parameters():
                 given = node.args
                 names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
                 count = len(names) - (names[:1] in (["self"], ["cls"]))
-                if count > 8 and getattr(node, "name", "") not in SCHEMAS:
+                if count > 8:
                     found[f"{path.name}:{node.lineno}"] = count
     assert found == {}
 

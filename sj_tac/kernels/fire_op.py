@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from sj_tac.kernels.checks import check_fire, check_fire_backward, emitted_shape
 from sj_tac.kernels.cpu import fire as on_cpu
 from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, is_channels_last
-from sj_tac.kernels.operands import Operands
+from sj_tac.kernels.operands import Operands, schema
 from sj_tac.kernels.reference import accumulation_dtype
 
 # Dtypes of drives on each device.
@@ -22,42 +21,8 @@ ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
 ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def fire_now(
-    y: Tensor,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    v0: Tensor | None,
-    linear: Tensor | None,
-    q: Tensor | None,
-    weights: Tensor | None,
-    lengths: Sequence[int],
-    mode: int,
-    tau: float,
-    decay: float,
-    gain: float,
-    rest: float,
-    threshold: float,
-    hard: bool,
-    detach: bool,
-    surrogate: int,
-    alpha: float,
-    pool: int,
-    window: Sequence[int],
-    group: int,
-    launcher: str = "",
-) -> tuple[Tensor, Tensor]:
-    """BN affine -> neuron steps -> pool -> weighted sums; see ``sj_tac.functional.fire`` for what the arguments mean.
-
-    Args:
-        y: [G, N, C, H, W], float32, float64 or bfloat16, as the output; residual: [T, N, C, H, W] of the same, added step by
-            step, or None; all that follows is in float32 for bfloat16. scale, shift: [C]; v0: [N, C, H, W], or None at rest.
-        linear: [G, 2], beta and gamma of the step on each drive, or None where they are the numbers ``decay`` and ``gain``.
-        q: sigmoid(w) of a PLIF, 0-dim, without gradient.
-        weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
-        launcher: what is to launch the CUDA kernels, by its name; "": the first that works. Without meaning on a CPU.
-        lengths: steps on each drive; empty: one on each, so that T need not be a number while torch compiles.
-        mode: as ``host.charge_mode``; pool: NO_POOL, MAX_POOL or AVG_POOL.
+def fire_now(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """BN affine -> neuron steps -> pool -> weighted sums on the CPU; arguments: Operands.
 
     Raises:
         ValueError: operands that do not fit each other. NotImplementedError: forward-mode derivatives.
@@ -65,18 +30,17 @@ def fire_now(
     Returns:
         Output and voltages in the memory format of y.
     """
-    o = Operands(
-        y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
-        surrogate, alpha, pool, window, group, launcher,
-    )  # fmt: skip
-    refuse_dtype("fire", y, ON_CPU)
+    o = Operands(*arguments)
+    refuse_dtype("fire", o.y, ON_CPU)
     check_fire(o)
     out = on_cpu.forward(o.counted())
     RUNS["fire", CPP] += 1
     return out
 
 
-fire = torch.library.custom_op("sj_tac::fire", fire_now, mutates_args=(), device_types="cpu")
+fire = torch.library.custom_op(
+    "sj_tac::fire", fire_now, mutates_args=(), device_types="cpu", schema=f"({schema()}='') -> (Tensor, Tensor)"
+)
 
 
 @fire.register_fake
@@ -87,53 +51,27 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     return empty(o.y, list(emitted_shape(o)), last), empty(o.y, list(o.y.shape[1:]), last, wide)
 
 
-def fire_backward_now(
-    go: Tensor,
-    gv: Tensor | None,
-    y: Tensor,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    v0: Tensor | None,
-    linear: Tensor | None,
-    q: Tensor | None,
-    weights: Tensor | None,
-    lengths: Sequence[int],
-    mode: int,
-    tau: float,
-    decay: float,
-    gain: float,
-    rest: float,
-    threshold: float,
-    hard: bool,
-    detach: bool,
-    surrogate: int,
-    alpha: float,
-    pool: int,
-    window: Sequence[int],
-    group: int,
-    launcher: str,
-    need_linear: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def fire_backward_now(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     """Gradients to y, residual, scale, shift, v0, linear and weights, from those to the output and the voltages (or None).
 
-    Empty for what is None, and for a linear and weights that need none.
+    Empty for what is None, and for a linear and weights that need none. Arguments: Operands, and which of these two do.
     """
-    o = Operands(
-        y, residual, scale, shift, v0, linear, q, weights, lengths, mode, tau, decay, gain, rest, threshold, hard, detach,
-        surrogate, alpha, pool, window, group, launcher,
-    )  # fmt: skip
-    refuse_dtype("fire_backward", y, ON_CPU)
+    *operands, need_linear, need_weights = arguments
+    o = Operands(*operands)
+    refuse_dtype("fire_backward", o.y, ON_CPU)
     check_fire_backward(go, gv, o)
-    gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights = on_cpu.backward(
-        go, gv, o.counted(), need_linear, need_weights
-    )
+    found = on_cpu.backward(go, gv, o.counted(), need_linear, need_weights)
     RUNS["fire", CPP] += 1
-    return gy, g_residual, g_scale, g_shift, gv0, g_linear, g_weights
+    return found
 
 
-fire_backward = torch.library.custom_op("sj_tac::fire_backward", fire_backward_now, mutates_args=(), device_types="cpu")
+fire_backward = torch.library.custom_op(
+    "sj_tac::fire_backward",
+    fire_backward_now,
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"(Tensor go, Tensor? gv, {schema()}, bool need_linear, bool need_weights) -> ({', '.join(['Tensor'] * 7)})",
+)
 
 
 @fire_backward.register_fake

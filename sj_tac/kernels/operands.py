@@ -7,9 +7,37 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# What torch's schemas call the types of Operands.
+_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Sequence[int]": "SymInt[]",
+    "int": "SymInt",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+}
+
 
 class Operands(NamedTuple):
-    """The arguments of ``sj_tac::fire``, in the order of its schema; ``fire_op.fire_now`` says what they mean."""
+    """The arguments of ``sj_tac::fire``, in the order of its schema.
+
+    ``functional.fire`` says what it computes. All that goes with drives of bfloat16 or float16 is of float32.
+
+    Attributes:
+        y: drives [G, N, C, H, W], of the output's dtype: on a CPU float32, float64 or bfloat16.
+        residual: [T, N, C, H, W] of y's dtype, added step by step behind the affine map, or None.
+        scale, shift: [C], of a BatchNorm, both or none. v0: voltages [N, C, H, W], or None at rest.
+        linear: [G, 2], beta and gamma of the step on each drive, or None where they are ``decay`` and ``gain``.
+        q: sigmoid(w) of a PLIF, 0-dim, without gradient.
+        weights: [T], one weight for each step, summed in groups of ``group``; None for frames.
+        lengths: steps on each drive; empty: one on each, so that T need not be a number while torch compiles.
+        mode: a ChargeMode, whose ``tau`` is the neuron's, or its inverse where the mode multiplies.
+        rest, threshold, hard, detach: v_reset or 0, v_threshold, whether v_reset is a number, detach_reset.
+        surrogate, alpha: its number in host.FUSED_SURROGATES, and its width.
+        pool: NO_POOL, MAX_POOL or AVG_POOL; window: (kh, kw, sh, sw, ph, pw).
+        launcher: what launches the CUDA kernels, by its name; "": the first that works. Without meaning on a CPU.
+    """
 
     y: Tensor
     residual: Tensor | None
@@ -43,3 +71,9 @@ class Operands(NamedTuple):
     def counted(self) -> Operands:
         """The same with the steps on each drive written out."""
         return self if len(self.lengths) else self._replace(lengths=[1] * self.y.shape[0])
+
+
+def schema() -> str:
+    """Return the operands as torch's schemas write them."""
+    types = Operands.__annotations__
+    return ", ".join(f"{_TYPES[getattr(types[name], '__forward_arg__', types[name])]} {name}" for name in Operands._fields)
