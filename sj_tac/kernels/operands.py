@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -75,5 +75,5 @@ class Operands(NamedTuple):
 
 def schema() -> str:
     """Return the operands as torch's schemas write them."""
-    types = Operands.__annotations__
-    return ", ".join(f"{_TYPES[getattr(types[name], '__forward_arg__', types[name])]} {name}" for name in Operands._fields)
+    types: dict[str, Any] = Operands.__annotations__  # NamedTuple wraps what is written into references
+    return ", ".join(f"{_TYPES[types[name].__forward_arg__]} {name}" for name in Operands._fields)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,71 +17,89 @@ from sj_tac.kernels.operands import Operands
 STEP, BACK = 0.2, 0.8
 
 
-@lru_cache(maxsize=1024)
-def _lengths(lengths: tuple[int, ...]) -> Any:
-    return (ctypes.c_int64 * len(lengths))(*lengths)
+class Plan(NamedTuple):
+    """What stays the same from call to call.
+
+    Attributes:
+        call: the bytes of a Call with everything but its pointers and threads. lengths: of its steps, to which it points.
+        last: whether frames lie in channels_last. y, residual, v: strides of drives, residual and voltages that do.
+        shape: of the output; out: its strides. steps: of all neurons.
+    """
+
+    call: bytes
+    lengths: Any
+    last: bool
+    y: tuple[int, ...]
+    residual: tuple[int, ...]
+    v: tuple[int, ...]
+    shape: tuple[int, ...]
+    out: tuple[int, ...]
+    steps: int
 
 
-@lru_cache(maxsize=1024)
-def _known(
-    shape: torch.Size,
-    last: bool,
-    dtype: torch.dtype,
-    size: tuple[int, ...],
-    numbers: tuple[Any, ...],
-    lengths: tuple[int, ...],
-) -> bytes:
-    """A call with everything but its pointers, tau and threads: what stays the same from call to call."""
-    mode, decay, gain, rest, threshold, hard, detach, surrogate, alpha, pool, window, group = numbers
-    resets = (0.0, rest, -1.0) if hard else (1.0, -threshold, 0.0)
-    keep, rest_gain, h_gain = (resets[0], 0.0, 0.0) if detach else resets
-    drives, samples, channels, height, width = shape
-    kh, kw, sh, sw, ph, pw = window
-    known = Call(
-        drives=drives, steps=sum(lengths), group=group, samples=samples, channels=channels, height=height, width=width,
-        last=last, pool=pool, kh=kh, kw=kw, sh=sh, sw=sw, ph=ph, pw=pw, out_height=size[0], out_width=size[1],
-        dtype=DTYPES[dtype], mode=mode, hard=hard, surrogate=surrogate, decay=decay, gain=gain, keep=keep,
-        rest_gain=rest_gain, h_gain=h_gain, alpha=alpha, rest=rest, threshold=threshold,
+_PLANS: dict[Any, Plan] = {}
+
+
+def _plan(o: Operands) -> Plan:
+    """The plan of operands that check_fire has seen."""
+    y = o.y
+    key = (y.shape, y.stride(), y.dtype, tuple(o.lengths), o[9:20], tuple(o.window), o.group if o.weights is not None else 0)
+    found = _PLANS.get(key)
+    if found is None:
+        if len(_PLANS) > 1000:
+            _PLANS.clear()
+        found = _PLANS[key] = _made(o)
+    return found
+
+
+def _made(o: Operands) -> Plan:
+    y, lengths, last, emitted = o.y, tuple(o.lengths), is_channels_last(o.y), emitted_shape(o)
+    resets = (0.0, o.rest, -1.0) if o.hard else (1.0, -o.threshold, 0.0)
+    keep, rest_gain, h_gain = (resets[0], 0.0, 0.0) if o.detach else resets
+    drives, samples, channels, height, width = y.shape
+    kh, kw, sh, sw, ph, pw = o.window if o.pool else (1, 1, 1, 1, 0, 0)
+    whole = (ctypes.c_int64 * len(lengths))(*lengths)
+    call = Call(
+        drives=drives, steps=sum(lengths), group=1 if o.weights is None else o.group, samples=samples, channels=channels,
+        height=height, width=width, last=last, pool=o.pool, kh=kh, kw=kw, sh=sh, sw=sw, ph=ph, pw=pw, out_height=emitted[-2],
+        out_width=emitted[-1], dtype=DTYPES[y.dtype], mode=int(o.mode), hard=o.hard, surrogate=o.surrogate, tau=o.tau,
+        decay=o.decay, gain=o.gain, keep=keep, rest_gain=rest_gain, h_gain=h_gain, alpha=o.alpha, rest=o.rest,
+        threshold=o.threshold, lengths=ctypes.addressof(whole),
     )  # fmt: skip
-    return bytes(known)
+    like = torch.empty(0, device="meta")
+    shapes = [list(y.shape), [sum(lengths), *y.shape[1:]], list(y.shape[1:]), list(emitted)]
+    drive, residual, v, out = (empty(like, shape, last).stride() for shape in shapes)
+    steps = samples * channels * height * width * sum(lengths)
+    return Plan(bytes(call), whole, last, drive, residual, v, tuple(emitted), out, steps)
 
 
-def _call(o: Operands, last: bool, emitted: Sequence[int], nanoseconds: float) -> Call:
-    lengths, window = tuple(o.lengths), tuple(o.window) if o.pool else (1, 1, 1, 1, 0, 0)
-    group = 1 if o.weights is None else o.group
-    numbers = (
-        int(o.mode), o.decay, o.gain, o.rest, o.threshold, o.hard, o.detach, o.surrogate, o.alpha, o.pool, window, group
-    )  # fmt: skip
-    call = Call.from_buffer_copy(_known(o.y.shape, last, o.y.dtype, tuple(emitted[-2:]), numbers, lengths))
-    call.tau = o.tau if o.q is None else float(o.q)
-    call.lengths = ctypes.addressof(_lengths(lengths))
-    call.threads = threads(o.y[0].numel() * sum(lengths) * nanoseconds)
-    return call
+def _lying(x: Tensor, strides: tuple[int, ...], last: bool) -> Tensor:
+    """Frames without gaps: kernels read numbers one behind the other."""
+    return x if x.stride() == strides else laid(x, last)
 
 
-def _lying(o: Operands, last: bool) -> Operands:
-    """The operands without gaps, in one memory format: kernels read numbers one behind the other."""
-    residual, v0 = (None if x is None else laid(x, last) for x in (o.residual, o.v0))
+def _call(o: Operands, plan: Plan, nanoseconds: float) -> tuple[Call, Any]:
+    """A call but for what it writes, and the tensors that it reads, which must live until it is done."""
+    call, last = Call.from_buffer_copy(plan.call), plan.last
+    if o.q is not None:
+        call.tau = float(o.q)
+    call.threads = threads(plan.steps * nanoseconds)
+    y = _lying(o.y, plan.y, last)
+    residual = None if o.residual is None else _lying(o.residual, plan.residual, last)
+    v0 = None if o.v0 is None else _lying(o.v0, plan.v, last)
     small = [None if x is None else x.contiguous() for x in (o.scale, o.shift, o.linear, o.weights)]
-    return o._replace(
-        y=laid(o.y, last), residual=residual, v0=v0, scale=small[0], shift=small[1], linear=small[2], weights=small[3]
-    )
-
-
-def _read(call: Call, o: Operands) -> None:
-    call.y, call.residual, call.v0 = o.y.data_ptr(), pointer(o.residual), pointer(o.v0)
-    call.scale, call.shift = pointer(o.scale), pointer(o.shift)
-    call.linear, call.weights = pointer(o.linear), pointer(o.weights)
+    call.y, call.residual, call.v0 = y.data_ptr(), pointer(residual), pointer(v0)
+    call.scale, call.shift, call.linear, call.weights = map(pointer, small)
+    return call, (y, residual, v0, small)
 
 
 def forward(o: Operands) -> tuple[Tensor, Tensor]:
     """Output and voltages in the memory format of y."""
-    last, emitted = is_channels_last(o.y), emitted_shape(o)
-    o = _lying(o, last)
-    out, v = empty(o.y, list(emitted), last), empty(o.y, list(o.y.shape[1:]), last, WIDE[o.y.dtype])
-    if v.numel():
-        call = _call(o, last, emitted, STEP)
-        _read(call, o)
+    plan, y = _plan(o), o.y
+    out = y.new_empty_strided(plan.shape, plan.out)
+    v = y.new_empty_strided(y.shape[1:], plan.v, dtype=WIDE[y.dtype])
+    if plan.steps:
+        call, _alive = _call(o, plan, STEP)
         call.out, call.v = out.data_ptr(), v.data_ptr()
         library().fire_forward(call)
     return out, v
@@ -91,23 +107,21 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
 
 def backward(go: Tensor, gv: Tensor | None, o: Operands, need_linear: bool, need_weights: bool) -> tuple[Tensor, ...]:
     """Gradients to y, residual, scale, shift, v0, linear and weights; empty for what is None or not needed."""
-    last, emitted, wide = is_channels_last(o.y), emitted_shape(o), WIDE[o.y.dtype]
-    o, go, gv = _lying(o, last), laid(go, last), None if gv is None else laid(gv, last)
-    y, none = o.y, o.y.new_empty(0, dtype=wide)
-    gy, gv0 = empty(y, list(y.shape), last), None if o.v0 is None else empty(y, list(y.shape[1:]), last, wide)
-    g_residual = y.new_empty(0) if o.residual is None else empty(y, list(o.residual.shape), last)
-    call = _call(o, last, emitted, BACK)
-    pieces = call.pieces = library().backward_pieces(call) if gy.numel() else 0
-    channels, drives = y.shape[2], y.shape[0]
+    plan, y, wide = _plan(o), o.y, WIDE[o.y.dtype]
+    go, gv = _lying(go, plan.out, plan.last), None if gv is None else _lying(gv, plan.v, plan.last)
+    gy, none = y.new_empty_strided(y.shape, plan.y), y.new_empty(0, dtype=wide)
+    gv0 = None if o.v0 is None else y.new_empty_strided(y.shape[1:], plan.v, dtype=wide)
+    g_residual = y.new_empty(0) if o.residual is None else y.new_empty_strided(o.residual.shape, plan.residual)
+    call, _alive = _call(o, plan, BACK)
+    pieces = call.pieces = library().backward_pieces(call) if plan.steps else 0
 
     def partial(*shape: int, wanted: bool) -> Tensor | None:
         return y.new_zeros((pieces, *shape), dtype=wide) if wanted else None
 
-    g_scale, g_shift = (partial(channels, wanted=o.scale is not None) for _ in range(2))
-    g_linear = partial(drives, 2, wanted=need_linear and o.linear is not None)
+    g_scale, g_shift = (partial(call.channels, wanted=o.scale is not None) for _ in range(2))
+    g_linear = partial(call.drives, 2, wanted=need_linear and o.linear is not None)
     g_weights = partial(call.steps, wanted=need_weights and o.weights is not None)
     if pieces:
-        _read(call, o)
         call.go, call.gv, call.gy, call.gv0 = go.data_ptr(), pointer(gv), gy.data_ptr(), pointer(gv0)
         call.g_residual = None if o.residual is None else g_residual.data_ptr()
         call.g_scale, call.g_shift = pointer(g_scale), pointer(g_shift)

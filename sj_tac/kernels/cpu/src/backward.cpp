@@ -8,10 +8,13 @@
 constexpr i64 UNIT = 4096, POOLED_UNIT = 32768, MOST_PIECES = 64;
 
 static i64 rows_of_unit(const Call& a) {
-    return std::min(a.height, std::max<i64>(1, (a.pool ? POOLED_UNIT : UNIT) / a.row()));
+    return std::min(a.height, std::max<i64>(1, POOLED_UNIT / a.row()));
 }
 
-static i64 units_of(const Call& a) { return a.planes() * ((a.height + rows_of_unit(a) - 1) / rows_of_unit(a)); }
+static i64 units_of(const Call& a) {
+    if (!a.pool) return (a.frame() + UNIT - 1) / UNIT;
+    return a.planes() * ((a.height + rows_of_unit(a) - 1) / rows_of_unit(a));
+}
 
 // How many sums of gradients there are: of each piece of the frame one. It does not depend on how many threads there are.
 EXPORT i64 backward_pieces(const Call* a) { return std::min(units_of(*a), MOST_PIECES); }
@@ -19,17 +22,21 @@ EXPORT i64 backward_pieces(const Call* a) { return std::min(units_of(*a), MOST_P
 // Sums of gradients over the neurons of a piece, lane by lane.
 template <class W> struct Sums {
     typedef typename Vector<W>::F F;
+    const Affine<W>& affine;
+    const i64 n;
     F scale = {}, shift = {};  // of one channel
-    Room<W> scales, shifts;    // of each channel, in channels_last, and again for blocks that begin at the last ones
+    Room<W> scales, shifts;    // of each place of an affine map along the neurons, or of each channel
     Room<F> linear, weights;
-    Sums(const Call& a, i64 block) : scales(a.channels + block), shifts(a.channels + block), linear(2 * a.drives), weights(a.steps) {
-        for (i64 i = 0; i < a.channels + block; i++) scales[i] = shifts[i] = 0;
+    Sums(const Call& a, const Affine<W>& affine, i64 block)
+        : affine(affine), n(affine.along ? affine.period + block : a.channels), scales(n), shifts(n), linear(2 * a.drives),
+          weights(a.steps) {
+        for (i64 i = 0; i < n; i++) scales[i] = shifts[i] = 0;
         for (i64 g = 0; g < 2 * a.drives; g++) linear[g] = F{};
         for (i64 t = 0; t < a.steps; t++) weights[t] = F{};
     }
 
-    void add(i64 c, bool along, F by_scale, F by_shift, int lanes) {
-        if (!along) {
+    void add(i64 c, F by_scale, F by_shift, int lanes) {
+        if (!affine.along) {
             scale += by_scale, shift += by_shift;
             return;
         }
@@ -42,11 +49,11 @@ template <class W> struct Sums {
         scale = shift = F{};
     }
 
-    void put(const Call& a, i64 piece, i64 block) {
+    void put(const Call& a, i64 piece) {
         W *g_scale = (W*)a.g_scale, *g_shift = (W*)a.g_shift, *g_linear = (W*)a.g_linear, *g_weights = (W*)a.g_weights;
-        for (i64 i = 0; g_scale && i < a.channels + block; i++) {
-            g_scale[piece * a.channels + i % a.channels] += scales[i];
-            g_shift[piece * a.channels + i % a.channels] += shifts[i];
+        for (i64 i = 0; g_scale && i < n; i++) {
+            const i64 c = affine.along ? i % affine.period / affine.map : i;
+            g_scale[piece * a.channels + c] += scales[i], g_shift[piece * a.channels + c] += shifts[i];
         }
         for (i64 g = 0; g_linear && g < 2 * a.drives; g++) g_linear[piece * 2 * a.drives + g] = sum_of(linear[g]);
         for (i64 t = 0; g_weights && t < a.steps; t++) g_weights[piece * a.steps + t] = sum_of(weights[t]);
@@ -177,7 +184,7 @@ template <class S, int N> struct Block {
         }
         for (int r = 0; r < N; r++) {
             if (a.gv0) store((W*)a.gv0 + at + r * L, carry[r], lanes());
-            if (mapped) sums.add(c + r * L, affine.along, by_scale[r], by_shift[r], lanes());
+            if (mapped) sums.add(c + r * L, by_scale[r], by_shift[r], lanes());
         }
     }
 
@@ -195,7 +202,7 @@ template <class S, int N> struct Block {
 
 constexpr int BACK_VECTORS = 8;
 
-// Gradients of m neurons side by side, from neuron `at` of a frame on, which is of channel c.
+// Gradients of m neurons side by side, from neuron `at` of a frame on; c: its place in the affine map.
 template <class S>
 static void run_backward(
     const Call& a, const Affine<Wide<S>>& affine, const Steps<Wide<S>>& steps, Sums<Wide<S>>& sums, i64 at, i64 m, i64 c,
@@ -203,7 +210,7 @@ static void run_backward(
 ) {
     typedef Wide<S> W;
     constexpr int L = LANES<W>, B = BACK_VECTORS * L;
-    const auto channel = [&](i64 i) { return a.last ? (c + i) % a.channels : c; };
+    const auto channel = [&](i64 i) { return affine.along ? (c + i) % affine.period : c; };
     i64 i = 0;
     for (; m - i >= B; i += B) Block<S, BACK_VECTORS>{a, affine, steps, at + i, channel(i), L}.run(windows, i, sums);
     for (; m - i >= 2 * L; i += 2 * L) Block<S, 2>{a, affine, steps, at + i, channel(i), L}.run(windows, i, sums);
@@ -211,7 +218,7 @@ static void run_backward(
         const int n = (int)std::min<i64>(L, m - i);
         Block<S, 1>{a, affine, steps, at + i, channel(i), n}.run(windows, i, sums);
     }
-    if (affine.scale && !a.last) sums.put_channel(c);
+    if (affine.scale && !affine.along) sums.put_channel(c);
 }
 
 template <class S> static void part(const Call& a, i64 piece, i64 begin, i64 end) {
@@ -220,20 +227,23 @@ template <class S> static void part(const Call& a, i64 piece, i64 begin, i64 end
     const i64 tall = rows_of_unit(a), strips = (a.height + tall - 1) / tall, row = a.row();
     const Affine<W> affine(a, B);
     const Steps<W> steps(a.steps * BACK_VECTORS);
-    Sums<W> sums(a, B);
+    Sums<W> sums(a, affine, B);
     Call again = a;  // for the words alone
     again.v = nullptr;
     Words<W> words(again, a.pool == MAX_POOL ? tall + 2 * a.kh : 0);
     Unpooling<S> unpooling(a, words);
     Windows<S> windows(unpooling.down * unpooling.beside);
-    for (i64 u = begin; u < end; u++) {
-        const i64 plane = u / strips, r0 = u % strips * tall, r1 = std::min(a.height, r0 + tall), c = a.last ? 0 : plane % a.channels;
-        if (!a.pool) {
-            const i64 at = (plane * a.height + r0) * row;
-            windows.n = 1, windows.row = a.frame(), windows.window[0] = {(const S*)a.go + at, nullptr};
-            run_backward(a, affine, steps, sums, at, (r1 - r0) * row, c, windows);
-            continue;
+    if (!a.pool) {
+        const i64 all = std::min(end * UNIT, a.frame());
+        windows.n = 1, windows.row = a.frame();
+        for (i64 at = begin * UNIT, n; at < all; at += n) {
+            n = std::min(all - at, affine.run(at));
+            windows.window[0] = {(const S*)a.go + at, nullptr};
+            run_backward(a, affine, steps, sums, at, n, affine.place(at), windows);
         }
+    }
+    for (i64 u = begin; a.pool && u < end; u++) {
+        const i64 plane = u / strips, r0 = u % strips * tall, r1 = std::min(a.height, r0 + tall);
         if (a.pool == MAX_POOL) {
             const i64 top = std::min(r0, unpooling.first_window(r0) * a.sh - a.ph);
             const i64 bottom = std::max(r1, unpooling.last_window(r1 - 1) * a.sh - a.ph + a.kh);
@@ -246,11 +256,12 @@ template <class S> static void part(const Call& a, i64 piece, i64 begin, i64 end
             const i64 runs = a.last ? a.width : 1, m = a.last ? a.channels : rows * a.width;
             for (i64 i = 0; i < runs; i++) {
                 unpooling.windows_of(i, windows);
-                run_backward(a, affine, steps, sums, (plane * a.height + r) * row + i * m, m, c, windows);
+                const i64 at = (plane * a.height + r) * row + i * m;
+                run_backward(a, affine, steps, sums, at, m, affine.place(at), windows);
             }
         }
     }
-    sums.put(a, piece, B);
+    sums.put(a, piece);
 }
 
 template <class S> static void shared(const Call& a) {

@@ -125,12 +125,9 @@ template <class S> static void part(const Call& a, i64 begin, i64 end) {
     const Affine<W> affine(a, BLOCK<W>);
     if (!a.pool) {
         const i64 all = std::min(end * UNIT, a.frame());
-        const i64 side_by_side = a.last || !a.scale ? a.frame() : a.height * a.width;  // neurons of one run
-        for (i64 at = begin * UNIT; at < all;) {
-            const i64 stop = std::min(all, (at / side_by_side + 1) * side_by_side);
-            const i64 c = a.last ? at % a.channels : at / (a.height * a.width) % a.channels;
-            step_in_mode<S, true>(a, affine, at, stop - at, a.scale ? c : 0, nullptr, 0);
-            at = stop;
+        for (i64 at = begin * UNIT, n; at < all; at += n) {
+            n = std::min(all - at, affine.run(at));
+            step_in_mode<S, true>(a, affine, at, n, affine.place(at), nullptr, 0);
         }
         return;
     }

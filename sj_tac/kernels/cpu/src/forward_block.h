@@ -30,8 +30,8 @@ template <class W> struct Tile {
     W v[TILE], sum[TILE];
 };
 
-// Steps on the drives [g, until) of N vectors, or of n neurons where N is 1: neuron i of the tile, `at` of the frame, of channel
-// c. t: the first step; summed: how many steps the sums have.
+// Steps on the drives [g, until) of N vectors, or of n neurons where N is 1: neuron i of the tile, `at` of the frame, c of the
+// affine map. t: the first step; summed: how many steps the sums have.
 // DIRECT: writes weighted sums of spikes, or the spikes; else writes bits of words, `sheet` apart for every BITS steps.
 template <class S, int MODE, bool ZERO, bool DIRECT, int N>
 static inline void step_block(
@@ -91,7 +91,7 @@ static inline void step_block(
     }
 }
 
-// All steps of m neurons side by side, from neuron `at` of a frame on, which is of channel c.
+// All steps of m neurons side by side, from neuron `at` of a frame on; c: its place in the affine map.
 template <class S, int MODE, bool ZERO, bool DIRECT>
 static void run_forward(
     const Call& a, const Affine<Wide<S>>& affine, i64 at, i64 m, i64 c, typename Vector<Wide<S>>::Word* words, i64 sheet
@@ -99,7 +99,7 @@ static void run_forward(
     typedef Wide<S> W;
     constexpr int L = LANES<W>, B = BLOCK<W>;
     Tile<W> tile;
-    for (i64 begin = 0; begin < m; begin += TILE, c = a.last ? (c + TILE) % a.channels : c) {
+    for (i64 begin = 0; begin < m; begin += TILE, c = affine.along ? (c + TILE) % affine.period : c) {
         const i64 n = std::min(TILE, m - begin), start = at + begin;
         if (a.v0) memcpy(tile.v, (const W*)a.v0 + start, n * sizeof(W));
         else for (i64 i = 0; i < n; i++) tile.v[i] = W(a.rest);
@@ -113,7 +113,7 @@ static void run_forward(
                 step_block<S, MODE, ZERO, DIRECT, N>(
                     a, affine, tile, g, until, t, summed, out, i, start + i, channel, lanes, DIRECT ? nullptr : words + begin + i, sheet);
                 i += N * L;
-                if (a.last && (channel += N * L) >= a.channels) channel %= a.channels;
+                if (affine.along && (channel += N * L) >= affine.period) channel %= affine.period;
             };
             while (n - i >= B) step(std::integral_constant<int, VECTORS>{}, L);
             while (n - i >= L) step(std::integral_constant<int, 1>{}, L);

@@ -36,17 +36,26 @@ template <class T> struct Room {
     operator T*() const { return at; }
 };
 
-// scale and shift of neurons that lie side by side. In channels_last channel follows upon channel, pixel after pixel: they
-// are written out so far that a block of neurons may begin at each channel.
+// scale and shift of neurons that lie side by side. In channels_last each neuron has another channel, pixel after pixel, and on
+// small maps each few: there (unless the period is longer than what a thread takes at a time), `along` with the neurons, both are written out for one period of them, and for a block more, so
+// that blocks are full and may begin anywhere. Else a run of neurons has one channel.
 template <class W> struct Affine {
     const W *scale, *shift;
-    bool along;
+    const i64 map, period;
+    const bool along;
     Room<W> room;
     Affine(const Call& a, i64 block)
-        : scale((const W*)a.scale), shift((const W*)a.shift), along(a.last), room(a.scale && a.last ? 2 * (a.channels + block) : 0) {
+        : scale((const W*)a.scale), shift((const W*)a.shift), map(a.last ? 1 : a.height * a.width), period(a.channels * map),
+          along(a.last || (map < 64 && period <= 4096)), room(a.scale && along ? 2 * (period + block) : 0) {
         if (!scale || !along) return;
-        const i64 n = a.channels + block;
-        for (i64 i = 0; i < n; i++) room[i] = scale[i % a.channels], room[n + i] = shift[i % a.channels];
+        const i64 n = period + block;
+        for (i64 i = 0, c = 0; i < n; c = c + 1 < a.channels ? c + 1 : 0)
+            for (const i64 end = std::min(n, i + map); i < end; i++) room[i] = scale[c], room[n + i] = shift[c];
         scale = room, shift = room + n;
     }
+
+    // Of neuron `at` of a frame: where its numbers lie in scale and shift.
+    i64 place(i64 at) const { return along ? at % period : at / map % (period / map); }
+    // How many neurons from `at` on may run together.
+    i64 run(i64 at) const { return along || !scale ? INT64_MAX : map - at % map; }
 };

@@ -24,8 +24,8 @@ template <class W> struct Words {
         }
         plane = of, first = begin, next = std::max(have, end);
         if (have < end) {
-            const i64 base = of * a.height * row, c = a.last ? 0 : of % a.channels;
-            step_in_mode<S, false>(a, affine, base + have * row, (end - have) * row, c, at(have, 0), sheet);
+            const i64 begin = (of * a.height + have) * row;
+            step_in_mode<S, false>(a, affine, begin, (end - have) * row, affine.place(begin), at(have, 0), sheet);
         }
     }
 };
