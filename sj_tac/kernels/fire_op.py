@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,10 +52,10 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     return empty(o.y, list(emitted_shape(o)), last), empty(o.y, list(o.y.shape[1:]), last, wide)
 
 
-def fire_backward_now(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+def fire_backward_now(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
     """Gradients to y, residual, scale, shift, v0, linear and weights, from those to the output and the voltages (or None).
 
-    Empty for what is None, and for a linear and weights that need none. Arguments: Operands, and which of these two do.
+    None for what is None, and for a linear and weights that need none. Arguments: Operands, and which of these two do.
     """
     *operands, need_linear, need_weights = arguments
     o = Operands(*operands)
@@ -65,9 +66,22 @@ def fire_backward_now(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[T
     return found
 
 
+def _filled(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """The same with empty tensors in the place of None, as an operator must give."""
+
+    def run(*arguments: Any) -> tuple[Tensor, ...]:
+        gy, g_residual, *sums = backward(*arguments)
+        assert gy is not None
+        wide = accumulation_dtype(gy.dtype)
+        none = [gy.new_empty(0, dtype=wide) if x is None else x for x in sums]
+        return gy, gy.new_empty(0) if g_residual is None else g_residual, *none
+
+    return run
+
+
 fire_backward = torch.library.custom_op(
     "sj_tac::fire_backward",
-    fire_backward_now,
+    _filled(fire_backward_now),
     mutates_args=(),
     device_types="cpu",
     schema=f"(Tensor go, Tensor? gv, {schema()}, bool need_linear, bool need_weights) -> ({', '.join(['Tensor'] * 7)})",
@@ -99,7 +113,7 @@ def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _back_on_cuda(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """``fire_backward`` with None in the place of what is empty."""
+    """``fire_backward_now`` on CUDA."""
     from sj_tac.kernels.gpu import launches
 
     *operands, need_linear, need_weights = arguments
@@ -107,12 +121,7 @@ def _back_on_cuda(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tenso
     return launches.backward(launchers.named(o.launcher)[0], go, gv, o, need_linear, need_weights)
 
 
-@fire_backward.register_kernel("cuda")
-def _backward_on_cuda(go: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    gy, g_residual, *sums = _back_on_cuda(go, *arguments)
-    assert gy is not None
-    none = [gy.new_empty(0, dtype=torch.float32) if x is None else x for x in sums]
-    return gy, gy.new_empty(0) if g_residual is None else g_residual, *none
+_backward_on_cuda = fire_backward.register_kernel("cuda")(_filled(_back_on_cuda))
 
 
 # By kind of device, for who goes past torch's dispatch.

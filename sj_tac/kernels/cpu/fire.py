@@ -105,13 +105,13 @@ def forward(o: Operands) -> tuple[Tensor, Tensor]:
     return out, v
 
 
-def backward(go: Tensor, gv: Tensor | None, o: Operands, need_linear: bool, need_weights: bool) -> tuple[Tensor, ...]:
-    """Gradients to y, residual, scale, shift, v0, linear and weights; empty for what is None or not needed."""
+def backward(go: Tensor, gv: Tensor | None, o: Operands, need_linear: bool, need_weights: bool) -> tuple[Tensor | None, ...]:
+    """Gradients to y, residual, scale, shift, v0, linear and weights; None for what is None or not needed."""
     plan, y, wide = _plan(o), o.y, WIDE[o.y.dtype]
     go, gv = _lying(go, plan.out, plan.last), None if gv is None else _lying(gv, plan.v, plan.last)
-    gy, none = y.new_empty_strided(y.shape, plan.y), y.new_empty(0, dtype=wide)
+    gy = y.new_empty_strided(y.shape, plan.y)
     gv0 = None if o.v0 is None else y.new_empty_strided(y.shape[1:], plan.v, dtype=wide)
-    g_residual = y.new_empty(0) if o.residual is None else y.new_empty_strided(o.residual.shape, plan.residual)
+    g_residual = None if o.residual is None else y.new_empty_strided(o.residual.shape, plan.residual)
     call, _alive = _call(o, plan, BACK)
     pieces = call.pieces = library().backward_pieces(call) if plan.steps else 0
 
@@ -123,9 +123,9 @@ def backward(go: Tensor, gv: Tensor | None, o: Operands, need_linear: bool, need
     g_weights = partial(call.steps, wanted=need_weights and o.weights is not None)
     if pieces:
         call.go, call.gv, call.gy, call.gv0 = go.data_ptr(), pointer(gv), gy.data_ptr(), pointer(gv0)
-        call.g_residual = None if o.residual is None else g_residual.data_ptr()
+        call.g_residual = pointer(g_residual)
         call.g_scale, call.g_shift = pointer(g_scale), pointer(g_shift)
         call.g_linear, call.g_weights = pointer(g_linear), pointer(g_weights)
         library().fire_backward(call)
-    sums = [none.clone() if x is None else x.sum(0) for x in (g_scale, g_shift, g_linear, g_weights)]
-    return gy, g_residual, sums[0], sums[1], none.clone() if gv0 is None else gv0, sums[2], sums[3]
+    sums = [None if x is None else x[0] if pieces == 1 else x.sum(0) for x in (g_scale, g_shift, g_linear, g_weights)]
+    return gy, g_residual, sums[0], sums[1], gv0, sums[2], sums[3]
