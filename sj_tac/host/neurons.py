@@ -207,7 +207,7 @@ class ChargeMode(IntEnum):
     """How a fused kernel orders the operations of the charge, so that its spikes are the host's.
 
     The LIF modes divide by tau, the PLIF modes multiply; IF adds; MERGED is ``r + beta (v - r) + gamma x``. The kernels
-    (kernels/cpu/steps.py, kernels/gpu/src/neuron.cuh) count on these numbers.
+    (kernels/cpu/src/neuron.h, kernels/gpu/src/neuron.cuh) count on these numbers.
     """
 
     LIF_DECAY = 0
