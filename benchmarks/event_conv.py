@@ -1,4 +1,4 @@
-"""An event-driven 3 x 3 convolution: one pass over the spikes, each of which adds nine rows of weights to the output."""
+"""An event-driven 3 x 3 convolution: each spike adds nine rows of weights to the output. On a CPU it needs numba."""
 
 from __future__ import annotations
 

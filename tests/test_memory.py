@@ -81,6 +81,7 @@ def test_where_the_allocator_is_not_glibcs_nothing_is_done_and_it_says_so(proble
         return SimpleNamespace(malloc=ctypes.CFUNCTYPE(None)(id(name)), **functions)
 
     monkeypatch.setattr(ctypes, "CDLL", library)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # torch may ask NVML's library
     monkeypatch.setattr(memory, "_SAID", [])
     monkeypatch.setattr(memory, "VARIABLES", ())
     assert sj_tac.keep_memory() is False

@@ -47,11 +47,17 @@ template <class S> struct Unpooling {
     // each(q, c, b): column c of the map is column b of the windows in column q. From left to right in each window.
     template <class Each> void over_columns(Each each) const {
         const auto columns = [&](i64 kw, i64 sw) {
-            for (i64 q = 0; q < a.out_width; q++) {
+            // Windows in [low, high) lie within the map, and need no look at its borders.
+            const i64 low = std::min(a.out_width, (a.pw + sw - 1) / sw);
+            const i64 high = std::max(low, std::min(a.out_width, a.width + a.pw < kw ? 0 : (a.width + a.pw - kw) / sw + 1));
+            const auto at_border = [&](i64 q) {
                 const i64 c = q * sw - a.pw;
-                if (c >= 0 && c + kw <= a.width) for (i64 b = 0; b < kw; b++) each(q, c + b, b);
-                else for (i64 b = std::max<i64>(0, -c); b < std::min(kw, a.width - c); b++) each(q, c + b, b);
-            }
+                for (i64 b = std::max<i64>(0, -c); b < std::min(kw, a.width - c); b++) each(q, c + b, b);
+            };
+            for (i64 q = 0; q < low; q++) at_border(q);
+            for (i64 q = low; q < high; q++)
+                for (i64 b = 0; b < kw; b++) each(q, q * sw - a.pw + b, b);
+            for (i64 q = high; q < a.out_width; q++) at_border(q);
         };
         if (a.kw == 2 && a.sw == 2) columns(2, 2);
         else if (a.kw == 3 && a.sw == 2) columns(3, 2);
@@ -90,6 +96,15 @@ template <class S> struct Unpooling {
             or_rows(none, r, bottom(o), s);
             for (i64 i = 0; i < a.out_row(); i++) none[i] = ~none[i];
         }
+        if (n == 1) {
+            Word *const __restrict found = to, *const __restrict seen = before, *const __restrict silent = none;
+            over_columns([=](i64 q, i64 c, i64 b) {
+                const Word bits = fired[c];
+                found[(b < sw ? 0 : b / sw * stride) + c] = (bits & ~seen[q]) | silent[q];
+                seen[q] |= bits, silent[q] = 0;
+            });
+            return;
+        }
         over_columns([&](i64 q, i64 c, i64 b) {
             Word *found = to + (b < sw ? 0 : b / sw * stride) + c * n, *seen = before + q * n, *silent = none + q * n;
             const Word* bits = fired + c * n;
@@ -114,7 +129,7 @@ template <class S> struct Unpooling {
                 const S* go = (const S*)a.go + group * a.emitted() + (plane * a.out_height + o) * a.out_width;
                 S* to = given + ((slot(o) * groups + group) * together + r - first) * row;
                 const i64 stride = groups * together * row, sw = a.sw;
-                over_columns([&](i64 q, i64 c, i64 b) { to[(b < sw ? 0 : b / sw * stride) + c] = go[q]; });
+                over_columns([=](i64 q, i64 c, i64 b) { to[(b < sw ? 0 : b / sw * stride) + c] = go[q]; });
             }
         }
     }
