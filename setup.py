@@ -43,10 +43,6 @@ class BuildWithKernels(build_py):
 class WheelForAnyPython(bdist_wheel):
     """A wheel with machine code in it, but of no version of Python."""
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = not compiling().compiler()
-
     def get_tag(self):
         _, _, system = super().get_tag()
         if system.startswith("linux_") and platform.libc_ver()[0] == "glibc":

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from sj_tac import host
 from sj_tac.definition import ops
 from sj_tac.host import dispatch
-from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels import aggregate_op, fire_op
+from sj_tac.kernels.operands import constants
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.rewrites.equations.fuse import fire
 from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, begin, each, is_frozen, replace
@@ -58,25 +58,6 @@ def aggregate(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: i
     return out if frames is x else out.flatten(0, 1)
 
 
-def _charge(kind: str, tau: float, decay_input: bool) -> tuple[int, float]:
-    """Return the kernels' charge mode and its tau; a division by a power of two is a multiplication."""
-    if kind == "if":
-        return ChargeMode.IF, 1.0
-    if kind == "plif":
-        return (ChargeMode.PLIF_DECAY if decay_input else ChargeMode.PLIF), 1.0
-    if math.frexp(tau)[0] == 0.5:
-        return (ChargeMode.PLIF_DECAY if decay_input else ChargeMode.PLIF), 1 / tau
-    return (ChargeMode.LIF_DECAY if decay_input else ChargeMode.LIF), tau
-
-
-def _constants(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a neuron's numbers as the kernels take them."""
-    kind, tau, decay_input, threshold, reset, detach, surrogate, alpha = numbers
-    mode, divisor = _charge(kind, tau, decay_input)
-    beta, gain = (1 - 1 / tau, 1 / tau if decay_input else 1.0) if kind == "lif" else (1.0, 1.0)
-    return mode, divisor, beta, gain, reset or 0.0, threshold, reset is not None, detach, surrogate, alpha
-
-
 def _affine(known: host.Affine, wide: torch.dtype, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float) -> Any:
     """Return scale and shift of an eval BatchNorm: its numbers' own, if nobody differentiates, for which nothing runs."""
     if var.device.type == "cpu" and var.dtype is torch.float32 is wide and not dispatch.differentiates(weight, bias):
@@ -92,7 +73,7 @@ def plan(
     numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str, launcher: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return ``fire`` with its constants filled in; numbers that change from call to call are handed to the call."""
-    fixed = None if any(isinstance(n, Node) for n in numbers) else _constants(numbers)
+    fixed = None if any(isinstance(n, Node) for n in numbers) else constants(*numbers)
     kind, *windows = pool or (0, 1, 1, 1, 1, 0, 0)
     known, maps, decay_input = host.Affine(), places == 3, numbers[2]
 
@@ -121,7 +102,7 @@ def plan(
         if sums is not None:
             group, numbers_of_sums, by = sums
             weights = _weights(y, numbers_of_sums, by, steps, form)
-        tail = (*(fixed if changing is None else _constants(changing)), kind, windows, group, launcher)
+        tail = (*(fixed if changing is None else constants(*changing)), kind, windows, group, launcher)
         operands = (y5, residual, scale, shift, v, linear, q, weights, lengths, *tail)
         if torch.is_grad_enabled():
             out, last = fire_op.Differentiated.apply(*operands)

@@ -16,7 +16,6 @@ from sj_tac.host.layers import (
 from sj_tac.host.neurons import (
     FUSED_SURROGATES as FUSED_SURROGATES,
     Numbers as Numbers,
-    charge_mode as charge_mode,
     decay as decay,
     fire_and_reset as fire_and_reset,
     fires_by_threshold as fires_by_threshold,

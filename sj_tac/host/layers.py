@@ -65,11 +65,11 @@ def _number(x: Tensor) -> tuple[_Number, np.ndarray[Any, Any]]:
             f"a BatchNorm's tensor of shape {list(x.shape)} has no memory: its storage was freed, as sharding and "
             "offloading do outside of the module's forward; bring it back before the call"
         )
-    if x.numel() and x.is_contiguous() and x.dtype is torch.float32:
+    if x.numel() and x.is_contiguous() and x.dtype is torch.float32 and not x.is_neg():
         memory = arrays.memory(x)
         content = memory.raw
         return _Number(x, (x.data_ptr(), x.shape, x.stride()), memory, content), np.frombuffer(content, np.float32)
-    return _Number(x, (), None, b""), x.detach().clone().contiguous().numpy()
+    return _Number(x, (), None, b""), x.detach().clone().contiguous().resolve_neg().numpy()
 
 
 _ONE = np.float32(1)

@@ -218,17 +218,6 @@ class ChargeMode(IntEnum):
     MERGED = 5
 
 
-def charge_mode(node: Any, merged: bool) -> ChargeMode:
-    """The mode of a neuron's steps, or of merged ones."""
-    if merged:
-        return ChargeMode.MERGED
-    if isinstance(node, neuron.ParametricLIFNode):
-        return ChargeMode.PLIF_DECAY if node.decay_input else ChargeMode.PLIF
-    if isinstance(node, neuron.LIFNode):
-        return ChargeMode.LIF_DECAY if node.decay_input else ChargeMode.LIF
-    return ChargeMode.IF
-
-
 # The surrogates whose derivative the fused kernels know, in the order that numbers them; the older host lacks one.
 _SURROGATES = ("Sigmoid", "ATan", "PiecewiseQuadratic", "PiecewiseExp", "SoftSign", "SuperSpike", "Erf")
 _NUMBERS = {getattr(surrogate, name): i for i, name in enumerate(_SURROGATES) if hasattr(surrogate, name)}

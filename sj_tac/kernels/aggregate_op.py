@@ -11,7 +11,7 @@ from sj_tac.kernels.backends import CPP
 from sj_tac.kernels.checks import check_aggregate, refuse_dtype
 from sj_tac.kernels.cpu import aggregate as on_cpu
 from sj_tac.kernels.gpu import launchers
-from sj_tac.kernels.layout import RUNS, empty, is_channels_last
+from sj_tac.kernels.layout import RUNS, empty, in_memory, is_channels_last
 
 # Dtypes of frames on each device.
 ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
@@ -31,6 +31,7 @@ def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") ->
     Args:
         launcher: what is to launch the CUDA kernel, by its name; "": the first that works. Without meaning on a CPU.
     """
+    x, weights = in_memory(x), in_memory(weights)
     refuse_dtype("aggregate", x, ON_CPU)
     check_aggregate(x, weights, group)
     RUNS["aggregate", CPP] += 1
@@ -71,6 +72,7 @@ def on_cuda(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tenso
     """``aggregate`` by the CUDA kernel, past torch's dispatch."""
     from sj_tac.kernels.gpu import aggregate as cuda_aggregate
 
+    x, weights = in_memory(x), in_memory(weights)
     refuse_dtype("aggregate", x, ON_CUDA)
     check_aggregate(x, weights, group)
     name, launch = launchers.named(launcher)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from sj_tac.host.neurons import ChargeMode
 from sj_tac.kernels import backends, fire_op, pools, reference
 from sj_tac.kernels.checks import check_fire, refuse_tangents, widened
 from sj_tac.kernels.layout import laid_like
-from sj_tac.kernels.operands import Operands
+from sj_tac.kernels.operands import Operands, constants
 from sj_tac.kernels.weights import merged_steps
 
 
@@ -130,48 +129,25 @@ def _plif(node: Any) -> Tensor | None:
     return node.w if isinstance(node, host.neuron.ParametricLIFNode) else None
 
 
-# The modes that divide by tau, and those that do the same by a multiplication.
-_MULTIPLYING = {ChargeMode.LIF_DECAY: ChargeMode.PLIF_DECAY, ChargeMode.LIF: ChargeMode.PLIF}
-
-
-def _decay_and_gain(call: Call, wide: torch.dtype, merged: bool) -> tuple[float | Tensor, float | Tensor]:
-    """beta and gamma of a neuron's step."""
-    w = None if merged else _plif(call.node)
-    # Only gradients need a PLIF's beside its sigmoid(w), and on a GPU each small operation is a launch.
-    if w is not None and dispatch.is_plain(call.y) and not dispatch.differentiates(call.y, *call[3:7], call.weights, w):
-        return 1.0, 1.0
-    if w is None and not merged:
-        # The steps themselves are by tau's number, whose gradient these kernels do not have.
-        return host.number(host.decay(call.node, torch.float64)), host.number(host.input_gain(call.node, torch.float64))
-    return host.decay(call.node, wide), host.input_gain(call.node, wide)
-
-
 def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
     """What the torch operator ``sj_tac::fire`` is called with; the neuron's own numbers in float32 for half drives."""
-    y, node, pool, lengths = call.y, call.node, call.pool, call.lengths
+    y, node, pool, lengths = call.y, call.node, call.pool, list(call.lengths)
     wide = reference.accumulation_dtype(y.dtype)
     spec = host.fused_surrogate(node) or ((0, 1.0) if host.fires_by_threshold(node) else None)
     window = (1, 1, 1, 1, 0, 0) if pool is None else host.pool_window(pool)
     if spec is None or window is None:
         raise BackendError(kernel_problem(node, pool))
-    merged = linear is not None
-    w = _plif(node)
-    rate = None if w is None else w.detach().to(wide).sigmoid().view(())
-    decay, gain = _decay_and_gain(call, wide, merged)
-    if isinstance(decay, Tensor) and linear is None:
-        pair = [reference.tensor_of(value, wide, y.device) for value in (decay, gain)]
+    known, w = constants(*host.numbers_of(node)[:6], *spec), _plif(node)
+    if linear is not None:
+        known, lengths = (ChargeMode.MERGED, *known[1:]), [1] * len(lengths)
+    # Only gradients need a PLIF's decay beside its sigmoid(w), and on a GPU each small operation is a launch.
+    elif w is not None and not (dispatch.is_plain(y) and not dispatch.differentiates(y, *call[3:7], call.weights, w)):
+        numbers = host.decay(node, wide), host.input_gain(node, wide)
+        pair = [reference.tensor_of(value, wide, y.device) for value in numbers]
         linear = torch.stack(pair).expand(len(lengths) or y.shape[0], 2)
-    beta, gamma = (1.0 if isinstance(value, Tensor) else value for value in (decay, gain))
-    mode, tau = host.charge_mode(node, merged), host.number(node.tau) if isinstance(node, host.neuron.LIFNode) else 1.0
-    if mode in _MULTIPLYING and math.frexp(tau)[0] == 0.5:
-        # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
-        mode, tau = _MULTIPLYING[mode], 1 / tau
-    return Operands(
-        y, call.residual, call.scale, call.shift, call.v, linear, rate, call.weights,
-        [1] * len(lengths) if merged else list(lengths), mode, tau, beta, gamma, host.resting_voltage(node),
-        float(node.v_threshold), node.v_reset is not None, node.detach_reset, *spec, pools.number(pool), list(window),
-        call.group, launcher,
-    )  # fmt: skip
+    rate = None if w is None else w.detach().to(wide).sigmoid().view(())
+    tensors = (y, call.residual, call.scale, call.shift, call.v, linear, rate, call.weights)
+    return Operands._make((*tensors, lengths, *known, pools.number(pool), list(window), call.group, launcher))
 
 
 def run_cpp(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:

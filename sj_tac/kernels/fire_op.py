@@ -13,13 +13,17 @@ from sj_tac.kernels.backends import CPP
 from sj_tac.kernels.checks import check_fire, check_fire_backward, emitted_shape, refuse_dtype
 from sj_tac.kernels.cpu import fire as on_cpu
 from sj_tac.kernels.gpu import launchers
-from sj_tac.kernels.layout import RUNS, empty, is_channels_last
+from sj_tac.kernels.layout import RUNS, empty, in_memory, is_channels_last
 from sj_tac.kernels.operands import Operands, schema
 from sj_tac.kernels.reference import accumulation_dtype
 
 # Dtypes of drives on each device.
 ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
 ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _operands(arguments: tuple[Any, ...]) -> Operands:
+    return Operands(*map(in_memory, arguments[:8]), *arguments[8:])
 
 
 def fire_now(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -31,7 +35,7 @@ def fire_now(*arguments: Any) -> tuple[Tensor, Tensor]:
     Returns:
         Output and voltages in the memory format of y.
     """
-    o = Operands(*arguments)
+    o = _operands(arguments)
     refuse_dtype("fire", o.y, ON_CPU)
     check_fire(o)
     out = on_cpu.forward(o.counted())
@@ -58,7 +62,7 @@ def fire_backward_now(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[T
     None for what is None, and for a linear and weights that need none. Arguments: Operands, and which of these two do.
     """
     *operands, need_linear, need_weights = arguments
-    o = Operands(*operands)
+    go, gv, o = in_memory(go), in_memory(gv), _operands(tuple(operands))
     refuse_dtype("fire_backward", o.y, ON_CPU)
     check_fire_backward(go, gv, o)
     found = on_cpu.backward(go, gv, o.counted(), need_linear, need_weights)
@@ -108,7 +112,7 @@ def _(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
 def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     from sj_tac.kernels.gpu import launches
 
-    o = Operands(*arguments)
+    o = _operands(arguments)
     return launches.forward(launchers.named(o.launcher)[0], o)
 
 
@@ -117,7 +121,7 @@ def _back_on_cuda(go: Tensor, gv: Tensor | None, *arguments: Any) -> tuple[Tenso
     from sj_tac.kernels.gpu import launches
 
     *operands, need_linear, need_weights = arguments
-    o = Operands(*operands)
+    go, gv, o = in_memory(go), in_memory(gv), _operands(tuple(operands))
     return launches.backward(launchers.named(o.launcher)[0], go, gv, o, need_linear, need_weights)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+OptionalTensor = TypeVar("OptionalTensor", Tensor, Tensor | None)
 
 # Calls that really ran, by operator and kernel; what a report says about kernels is read off these.
 RUNS: Counter[tuple[str, str]] = Counter()
@@ -27,6 +30,14 @@ def empty(like: Tensor, shape: list[int], last: bool, dtype: torch.dtype | None 
         strides.insert(0, size)
         size *= n
     return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def in_memory(x: OptionalTensor) -> OptionalTensor:
+    """A tensor whose memory holds its numbers: torch negates the imaginary part of a conjugate when it is read, not before.
+
+    torch's dispatch does this, too; who goes past it has to.
+    """
+    return x if x is None or not (x.is_neg() or x._is_zerotensor()) else x.clone()
 
 
 def laid(x: Tensor, last: bool) -> Tensor:

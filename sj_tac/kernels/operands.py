@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from sj_tac.host.neurons import ChargeMode
 
 # What torch's schemas call the types of Operands.
 _TYPES = {
@@ -77,3 +80,26 @@ def schema() -> str:
     """Return the operands as torch's schemas write them."""
     types: dict[str, Any] = Operands.__annotations__  # NamedTuple wraps what is written into references
     return ", ".join(f"{_TYPES[types[name].__forward_arg__]} {name}" for name in Operands._fields)
+
+
+def constants(
+    kind: str,
+    tau: float,
+    decay_input: bool,
+    threshold: float,
+    reset: float | None,
+    detach: bool,
+    surrogate: int,
+    alpha: float,
+) -> tuple[Any, ...]:
+    """Return the operands from ``mode`` to ``alpha`` of a neuron, from its ``host.Numbers`` and its surrogate's number."""
+    divisor, inverse = tau, 1 / tau
+    if kind == "if":
+        mode = ChargeMode.IF
+    elif kind == "lif" and math.frexp(tau)[0] != 0.5:
+        mode = ChargeMode.LIF_DECAY if decay_input else ChargeMode.LIF
+    else:
+        # Dividing by a power of two and multiplying by its inverse are the same to the last bit, and one is far faster.
+        mode, divisor = (ChargeMode.PLIF_DECAY if decay_input else ChargeMode.PLIF), inverse
+    decay, gain = (1 - inverse, inverse if decay_input else 1.0) if kind == "lif" else (1.0, 1.0)
+    return mode, divisor, decay, gain, reset or 0.0, float(threshold), reset is not None, detach, surrogate, alpha

@@ -8,7 +8,6 @@ from torch import nn
 
 # What the operator's argument ``pool`` says.
 NO_POOL, MAX_POOL, AVG_POOL = range(3)
-# For those who read messages.
 
 
 def number(pool: nn.Module | None) -> int:

@@ -14,7 +14,7 @@ from support import NEURONS, node, only_v2
 
 from sj_tac import host
 from sj_tac.errors import BackendError
-from sj_tac.functional import fire
+from sj_tac.functional import aggregate, fire
 from sj_tac.kernels import fire_op
 
 
@@ -61,8 +61,8 @@ ODD = [(2, 3, 35, 37), (3, 20, 17, 16), (2, 40, 4, 5)]
 @pairs.parametrize(
     shape=MANY + ODD, layout=[torch.contiguous_format, torch.channels_last], pool=POOLS[:3], residual=[False, True]
 )
-def test_many_tiles_in_both_layouts(shape, layout, pool, residual):
-    """Maps of many tiles, tiles of many maps, rows and channels longer than a tile; the output has the layout of y."""
+def test_many_blocks_in_both_layouts(shape, layout, pool, residual):
+    """Maps of many blocks, blocks of many maps, long rows, many channels; the output has the layout of y."""
     torch.manual_seed(0)
     y = torch.randn(3 * shape[0], *shape[1:]).contiguous(memory_format=layout).unflatten(0, (3, shape[0]))
     channels = shape[1]
@@ -175,13 +175,43 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference_or_says_so():
         fire(y, node("lif"), 2, weights=torch.ones(3), group=2)
 
 
+def test_numbers_that_torch_negates_when_they_are_read():
+    """As the imaginary part of a conjugate: drives, voltages, weights, and gradients that arrive."""
+    torch.manual_seed(0)
+    y, v = torch.randn(4, 2, 8, 6, 6), torch.rand(2, 8, 6, 6)
+    weights, spiking = torch.rand(8), node("lif", v_threshold=0.3)
+    found = []
+    for lazy in (torch._neg_view, torch.neg):
+        leaf = y.clone().requires_grad_()
+        options = {"v": lazy(-v), "weights": lazy(-weights), "group": 2, "backend": "cpp"}
+        out, _ = fire(lazy(-leaf), spiking, 2, **options)
+        assert torch.equal(aggregate(lazy(-y), [0.5, 0.5], 2, backend="cpp"), aggregate(y, [0.5, 0.5], 2))
+        found += [out, torch.autograd.grad(out, leaf, lazy(torch.ones_like(out)))[0]]
+    assert found[0].count_nonzero()
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+def test_memory_that_was_freed_is_an_error():
+    y = torch.randn(4, 2, 8, 6, 6)
+    y.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"a tensor \[4, 2, 8, 6, 6\] of torch.float32 has no memory.*bring it back"):
+        fire(y, node("lif"), 2, backend="cpp")
+
+
 SCRIPT = """
 import os, threading, torch
 from spikingjelly.activation_based import neuron
-from sj_tac.functional import fire
+from sj_tac.functional import aggregate, fire
 from sj_tac.kernels.cpu import call
 call.ALONE = 0
 y, node = torch.randn(4, 8, 16, 8, 8), neuron.LIFNode(step_mode="m", v_threshold=0.4)
+torch.randn(4000000).exp()  # starts torch's threads, which a child has not
+pid = os.fork()
+if pid == 0:
+    fire(y, node, 2, backend="cpp")
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0, "a child that calls first"
 torch.set_num_threads(2)
 expected = fire(y, node, 2, backend="cpp")[0]
 torch.set_num_threads(1)

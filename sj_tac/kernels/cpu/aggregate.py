@@ -28,7 +28,7 @@ def forward(x: Tensor, weights: Tensor, group: int) -> Tensor:
         x, weights = _lying(x, last), weights.contiguous()
         share = threads(x.numel() * SUMMED)
         library().aggregate_forward(
-            x.data_ptr(), weights.data_ptr(), out.data_ptr(), frames, size, group, DTYPES[x.dtype], share
+            pointer(x), pointer(weights), out.data_ptr(), frames, size, group, DTYPES[x.dtype], share
         )
     return out
 
@@ -46,7 +46,7 @@ def backward(
         go, x, weights = _lying(go, last), _lying(x, last), weights.contiguous()
         share = threads(x.numel() * SUMMED_BACK)
         kernels.aggregate_backward(
-            go.data_ptr(), x.data_ptr(), weights.data_ptr(), pointer(gx), pointer(sums), frames, size, group,
+            pointer(go), pointer(x), pointer(weights), pointer(gx), pointer(sums), frames, size, group,
             DTYPES[x.dtype], share,
         )  # fmt: skip
     return gx, None if sums is None else sums.sum(0)

@@ -24,8 +24,10 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 # Nanoseconds of work below which a second thread costs more than it saves: its start takes 20 us in a loop, and 50 to 100
 # in a net, whose convolutions have filled the caches since the last one.
 ALONE = 50_000
-# Of torch's OpenMP library, whose threads a forked child must not touch.
-_FORKED: list[bool] = []
+# Why a call has one thread, if it must.
+_ONE_THREAD: list[str] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _ONE_THREAD.append("the threads of torch's OpenMP are the parent process's"))
 
 
 class Call(ctypes.Structure):
@@ -70,10 +72,8 @@ def _find() -> tuple[Any, str]:
         # The soname of what torch has loaded: its threads, not a second pool of them.
         gomp = ctypes.CDLL("libgomp.so.1")
         lib.use_threads(ctypes.cast(gomp.GOMP_parallel, ctypes.c_void_p))
-    except (OSError, AttributeError):  # not on this system: one thread
-        _FORKED.append(True)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
+    except (OSError, AttributeError) as error:
+        _ONE_THREAD.append(f"no libgomp: {error}")
     return lib, ""
 
 
@@ -91,9 +91,17 @@ def library() -> Any:
 
 def threads(nanoseconds: float) -> int:
     """Return how many threads share so much work: as many as torch uses, or one."""
-    return 1 if nanoseconds < ALONE or _FORKED else torch.get_num_threads()
+    return 1 if nanoseconds < ALONE or _ONE_THREAD else torch.get_num_threads()
 
 
 def pointer(x: torch.Tensor | None) -> int | None:
-    """Return where a tensor's numbers lie."""
-    return None if x is None else x.data_ptr()
+    """Return where a tensor's numbers lie. Raises RuntimeError where its memory was freed, which would end the process."""
+    if x is None:
+        return None
+    at = x.data_ptr()
+    if not at and x.numel():
+        raise RuntimeError(
+            f"a tensor {list(x.shape)} of {x.dtype} has no memory: its storage was freed, as sharding and offloading do "
+            "outside of a module's forward; bring it back before the call"
+        )
+    return at

@@ -88,7 +88,7 @@ def _call(o: Operands, plan: Plan, nanoseconds: float) -> tuple[Call, Any]:
     residual = None if o.residual is None else _lying(o.residual, plan.residual, last)
     v0 = None if o.v0 is None else _lying(o.v0, plan.v, last)
     small = [None if x is None else x.contiguous() for x in (o.scale, o.shift, o.linear, o.weights)]
-    call.y, call.residual, call.v0 = y.data_ptr(), pointer(residual), pointer(v0)
+    call.y, call.residual, call.v0 = pointer(y), pointer(residual), pointer(v0)
     call.scale, call.shift, call.linear, call.weights = map(pointer, small)
     return call, (y, residual, v0, small)
 
@@ -122,7 +122,7 @@ def backward(go: Tensor, gv: Tensor | None, o: Operands, need_linear: bool, need
     g_linear = partial(call.drives, 2, wanted=need_linear and o.linear is not None)
     g_weights = partial(call.steps, wanted=need_weights and o.weights is not None)
     if pieces:
-        call.go, call.gv, call.gy, call.gv0 = go.data_ptr(), pointer(gv), gy.data_ptr(), pointer(gv0)
+        call.go, call.gv, call.gy, call.gv0 = pointer(go), pointer(gv), pointer(gy), pointer(gv0)
         call.g_residual = pointer(g_residual)
         call.g_scale, call.g_shift = pointer(g_scale), pointer(g_shift)
         call.g_linear, call.g_weights = pointer(g_linear), pointer(g_weights)
