@@ -223,7 +223,7 @@ static void run_backward(
 
 template <class S> static void part(const Call& a, i64 piece, i64 begin, i64 end) {
     typedef Wide<S> W;
-    constexpr i64 B = BACK_VECTORS * LANES<W>;
+    constexpr i64 B = std::max(BACK_VECTORS, VECTORS) * LANES<W>;
     const i64 tall = rows_of_unit(a), strips = (a.height + tall - 1) / tall, row = a.row();
     const Affine<W> affine(a, B);
     const Steps<W> steps(a.steps * BACK_VECTORS);

@@ -15,12 +15,8 @@ template <class W> constexpr int BLOCK = VECTORS * LANES<W>;
 // How many neurons ahead frames are asked for: the drives of a block lie far from each other, and no processor foresees that.
 constexpr i64 AHEAD = 256;
 
-template <class T> static inline void ask_for(const T* p, unsigned numbers) {
-    for (unsigned k = 0; k < numbers * sizeof(T); k += 64) __builtin_prefetch((const char*)p + k, 0, 3);
-}
-
-template <class T> static inline void ask_for_output(const T* p, unsigned numbers) {
-    for (unsigned k = 0; k < numbers * sizeof(T); k += 64) __builtin_prefetch((const char*)p + k, 1, 3);
+template <int WRITE, class T> static inline void ask_for(const T* p, unsigned numbers) {
+    for (unsigned k = 0; k < numbers * sizeof(T); k += 64) __builtin_prefetch((const char*)p + k, WRITE, 3);
 }
 
 // Neurons that step together, and their state between some drives and the next. Frames lie far from each other, often by a
@@ -55,7 +51,7 @@ static inline void step_block(
         sum[r] = DIRECT && summed ? load(tile.sum + i + r * L, lanes) : F{};
     }
     for (; g < until; g++, y += frame) {
-        ask_for(y + AHEAD, N * L);
+        ask_for<0>(y + AHEAD, N * L);
         neuron.on_drive(a, g);
         for (int r = 0; r < N; r++) {
             x[r] = load(y + r * L, lanes);
@@ -75,7 +71,7 @@ static inline void step_block(
                 else word[r] |= fired & bit;
             }
             if (DIRECT && (++summed == group || t + 1 == steps)) {
-                ask_for_output(out + AHEAD, N * L);
+                ask_for<1>(out + AHEAD, N * L);
                 for (int r = 0; r < N; r++) store(out + r * L, sum[r], lanes), sum[r] = F{};
                 out += frame, summed = 0;
             }
