@@ -41,13 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("exhaustive" if pairs.EXHAUSTIVE else "quick")
 
 
+def _is_drawn(item: pytest.Item) -> bool:
+    """Return whether a test that says nothing of captures runs captured: one of four, with ``--exhaustive``."""
+    return pairs.EXHAUSTIVE and zlib.crc32(item.nodeid.encode()) % 4 == 0
+
+
 @pytest.fixture(autouse=True)
 def _captures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run converted nets as they are defined, but in tests marked ``captured``, which pay seconds for each capture; with
     ``--exhaustive`` in one of four others, too.
     """
-    is_drawn = pairs.EXHAUSTIVE and zlib.crc32(request.node.nodeid.encode()) % 4 == 0
-    is_captured = is_drawn or request.node.get_closest_marker("captured")
+    is_captured = _is_drawn(request.node) or request.node.get_closest_marker("captured")
     with contextlib.nullcontext() if is_captured else as_defined():
         yield
 
@@ -62,6 +66,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked exhaustive, except those that the command line names."""
+    for item in items:
+        if _is_drawn(item) and not item.get_closest_marker("captured"):
+            # It may do what makes a call run as it is defined, and is not about the warning that says so.
+            item.add_marker(pytest.mark.filterwarnings("ignore::sj_tac.errors.CaptureWarning"))
     if config.getoption("exhaustive"):
         return
     named = tuple(arg.split("/")[-1] for arg in config.args if "::" in arg)
