@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,8 @@ from sj_tac import host
 from sj_tac.definition import ops
 from sj_tac.host import dispatch
 from sj_tac.kernels import aggregate_op, fire_op
+from sj_tac.kernels.cpu.fire import Beside, Convolution
+from sj_tac.kernels.cpu.int8 import whole_sums
 from sj_tac.kernels.operands import constants
 from sj_tac.kernels.weights import group_lengths
 from sj_tac.rewrites.equations.fuse import fire
@@ -69,20 +72,60 @@ def _affine(known: host.Affine, wide: torch.dtype, mean: Tensor, var: Tensor, we
     return scale, shift if bias is None else shift + bias.to(wide)
 
 
-def plan(
-    numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str, launcher: str
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return ``fire`` with its constants filled in; numbers that change from call to call are handed to the call."""
-    fixed = None if any(isinstance(n, Node) for n in numbers) else constants(*numbers)
-    kind, *windows = pool or (0, 1, 1, 1, 1, 0, 0)
-    known, maps, decay_input = host.Affine(), places == 3, numbers[2]
+def _decay_and_gain(w: Tensor, decay_input: bool) -> Tensor:
+    """Return beta and gamma of a PLIF, [2]."""
+    rate = w.view(()).sigmoid()
+    return torch.stack([1 - rate, rate if decay_input else torch.ones_like(rate)])
 
-    def run(
-        y: Tensor, v: Tensor | None, residual: Tensor | None, norm: tuple[Any, ...] | None, w: Tensor | None,
-        sums: tuple[Any, ...] | None, steps: int, changing: tuple[Any, ...] | None,
+
+def _convolved(
+    x: Tensor, drives: int, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
+) -> tuple[Tensor, Convolution | None]:
+    """Return drives that are not there yet, and what computes them; or drives, and None.
+
+    Only in channels_last, which torch would give them, too; and where nobody differentiates.
+    """
+    last = any(not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    if not last or torch.is_grad_enabled():
+        return F.conv2d(x, weight, bias, stride, padding, dilation), None
+    (ph, pw), (dh, dw), (kh, kw) = padding, dilation, weight.shape[2:]
+    frames = F.pad(x, (pw, pw, ph, ph)).contiguous()
+    size = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(frames.shape[2:], (dh, dw), (kh, kw), stride, strict=True)]
+    if min(size) < 1:
+        return F.conv2d(x, weight, bias, stride, padding, dilation), None  # which says what is wrong
+    y = x.new_empty(()).expand(x.shape[0], weight.shape[0], *size)
+    return y, Convolution(frames.unflatten(0, (drives, -1)), weight, bias, stride, dilation)
+
+
+class Fire:
+    """``fire`` with its constants filled in; numbers that change from call to call are handed to the call.
+
+    Args:
+        numbers, k, places, pool: as of ``equations.fuse.fire``. form: of its sums.
+        top: the sums are whole numbers up to this one, in uint8 (equations/integers.py); None: in the drives' dtype.
+    """
+
+    is_fire = True
+
+    def __init__(
+        self, numbers: tuple[Any, ...], k: int, places: int, pool: Any, form: str, launcher: str = "", top: int | None = None
+    ) -> None:
+        self.__name__ = "fire"  # as the graph's Python has it
+        self._fixed = None if any(isinstance(n, Node) for n in numbers) else constants(*numbers)
+        self._k, self._places, self._form, self._launcher, self._top = k, places, form, launcher, top
+        self._pool = pool or (0, 1, 1, 1, 1, 0, 0)
+        self._norm, self._decay_input = host.Affine(), numbers[2]
+
+    def __call__(
+        self, y: Tensor, v: Tensor | None, residual: Tensor | None, norm: tuple[Any, ...] | None, w: Tensor | None,
+        beside: tuple[Any, Any], sums: tuple[Any, ...] | None, times: tuple[int, tuple[Any, ...] | None],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        lengths = _lengths(steps, k)
-        drives = len(lengths)
+        """beside: a convolution that computes the drives, and frames that join the sums; times: T, and changing numbers."""
+        (steps, changing), (convolution, joined), places = times, beside, self._places
+        lengths = _lengths(steps, self._k)
+        drives, convolved, maps = len(lengths), None, places == 3
+        if convolution is not None:
+            y, convolved = _convolved(y, drives, *convolution)
         inner = y.shape[y.dim() - places :] if places else y.shape[:0]
         size = inner if maps else (*inner[:1], *[1] * (not places), math.prod(inner[1:]), 1)
         y5 = y.reshape(drives, -1, *size)
@@ -90,32 +133,37 @@ def plan(
             v = v.reshape(-1, *size)
         if residual is not None:
             residual = residual.reshape(steps, -1, *size)
-        scale, shift = (None, None) if norm is None else _affine(known, host.wide_dtype(y.dtype), *norm)
+        scale, shift = (None, None) if norm is None else _affine(self._norm, host.wide_dtype(y.dtype), *norm)
         linear = q = None
         if w is not None:
             q = w.detach().sigmoid().view(())
             if dispatch.differentiates(y, v, residual, scale, shift, w):
-                rate = w.view(()).sigmoid()
-                pair = torch.stack([1 - rate, rate if decay_input else torch.ones_like(rate)])
-                linear = pair.expand(drives, 2)
-        group, weights = 1, None
-        if sums is not None:
-            group, numbers_of_sums, by = sums
-            weights = _weights(y, numbers_of_sums, by, steps, form)
-        tail = (*(fixed if changing is None else constants(*changing)), kind, windows, group, launcher)
-        operands = (y5, residual, scale, shift, v, linear, q, weights, lengths, *tail)
+                linear = _decay_and_gain(w, self._decay_input).expand(drives, 2)
+        group, weights = (1, None) if sums is None else self._weights(y, sums, steps)
+        kind, *window = self._pool
+        known = constants(*changing) if self._fixed is None else self._fixed
+        operands = y5, residual, scale, shift, v, linear, q, weights, lengths, *known, kind, window, group, self._launcher
         if torch.is_grad_enabled():
             out, last = fire_op.Differentiated.apply(*operands)
-        else:
+        elif convolved is None and self._top is None:
             out, last = fire_op.FORWARD[y.device.type](*operands)
+        else:
+            frames = joined
+            if joined is not None:
+                frames = joined.reshape(-1, *y5.shape[1:3], *(joined.shape[joined.dim() - 2 :] if maps else y5.shape[3:]))
+            out, last = fire_op.fire_of(Beside(convolved, frames, self._top is not None), *operands)
         if maps:
             return out, last
         # SpikingJelly's detach() is in place, which no view allows: the voltage gets memory of its own.
         last = last.reshape(-1, *inner)
         return out.reshape(out.shape[0], -1, *inner), last.clone()
 
-    run.is_fire = True  # type: ignore[attr-defined]
-    return run
+    def _weights(self, y: Tensor, sums: tuple[Any, ...], steps: int) -> tuple[int, Tensor]:
+        """Return how many steps a group has, and one weight for each of T."""
+        group, weights, by = sums
+        if self._top is None:
+            return group, _weights(y, weights, by, steps, self._form)
+        return group, whole_sums(weights, by, steps, self._top)[0]
 
 
 def checkpointed(body: GraphModule, *operands: Any, context_fn: Any = None, **options: Any) -> Any:
@@ -162,10 +210,10 @@ def _lowered(node: Node, launcher: str) -> tuple[Callable[..., Any], tuple[Any, 
         if o["sums"] is not None:
             k, weights, by, form = o["sums"]
             sums = (k, weights, by)
-        target = plan(numbers, o["k"], o["places"], o["pool"], form, launcher)
+        target = Fire(numbers, o["k"], o["places"], o["pool"], form, launcher, o["top"])
         changing = numbers if any(isinstance(n, Node) for n in numbers) else None
-        names = ("y", "v", "residual", "norm", "w")
-        return target, (*(o[name] for name in names), sums, o["steps"], changing), {}
+        names, beside = ("y", "v", "residual", "norm", "w"), (o["convolution"], o["joined"])
+        return target, (*(o[name] for name in names), beside, sums, (o["steps"], changing)), {}
     if node.target is AGGREGATE:
         x, weights, *more = node.args
         return aggregate, (x, tuple(weights), *more, launcher), {}

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -138,7 +137,7 @@ def check_backend(backend: str, target: nn.Module, names: Sequence[str]) -> None
     if weight is not None and elsewhere:
         problem = backends.fastest(backend, None, weight.dtype)[1]
     elif weight is not None:
-        problem = no_kernels(backend, weight.device, weight.dtype)[1]
+        problem = backends.fastest(backend, weight.device, weight.dtype)[1]
     for name in () if problem else names:
         if problem := unfused(target.get_submodule(name)):
             problem = f"{name!r}: {problem}"
@@ -154,20 +153,12 @@ def unfused(node: Any) -> str:
     return host.neuron_problem(node) or kernel_problem(node, None)
 
 
-def no_kernels(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """Return the compiled kernels for a net, and why they cannot run there; empty if they can."""
-    name, problem = backends.fastest(backend, device, dtype)
-    if not problem and device.type == "cpu" and dtype is torch.float16:
-        problem = "the CPU's kernels take no float16: use float32, or bfloat16"
-    return name, problem
-
-
 def kernels(net: nn.Module, plan: Plan) -> tuple[dict[str, str], Callable[[nn.Module], str]]:
     """Return, by neuron, what ran in captured graphs, or will run; and a function that says why a neuron has no kernel."""
     gate, weight = gate_of(net), next(net.parameters(), None)
     if not plan.fused or plan.backend == reference.NAME or weight is None:
         return {}, lambda node: ""
-    name, problem = no_kernels(plan.backend, weight.device, weight.dtype)
+    name, problem = backends.fastest(plan.backend, weight.device, weight.dtype)
     if problem:
         return {}, lambda node: problem
     if gate is not None and gate.capture.graphs:

@@ -7,6 +7,7 @@
     neuron(expand(norm(y)) + r) = fire(y, norm, k, r)                                ``fuse``
     pool(fire(..)) = fire(.., pool)                 no other node reads the spikes   ``absorb``
     aggregate(fire(..)) = fire(.., sums)            no other node reads the spikes   ``absorb``
+    fire(conv(x)) = fire(x, conv)                   few channels, no gradients       ``first_layer``
     reshape(reshape(x)) = reshape(x)                and one node for equal ones      ``reshapes``
 
 What matches none of them stays the definition.
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from sj_tac.rewrites.equations import absorb, fuse, marks, repeats, reshapes, sink, writes
+from sj_tac.rewrites.equations import absorb, first_layer, fuse, marks, repeats, reshapes, sink, writes
 from sj_tac.rewrites.equations.nodes import begin, outputs_share
 
 
@@ -34,7 +35,7 @@ Equation = Callable[[Graph], None]
 # In this order: what one writes, the next reads.
 ORDER: tuple[Equation, ...] = (
     repeats.repeat, reshapes.merge_equal, sink_and_share, reshapes.tidy, reshapes.merge_equal, fuse.fuse, absorb.absorb,
-    reshapes.tidy,
+    reshapes.tidy, first_layer.first_layer,
 )  # fmt: skip
 
 

@@ -34,7 +34,9 @@ def fire(**operands: Any) -> tuple[Tensor, Tensor]:
 
     Operands: y [G * n, ...]; v: voltage or None; residual [T, ...] or None; norm: tensors of an eval BatchNorm and eps, or
     None; w: of a PLIF; steps: T; numbers: ``host.Numbers``; k; places: dimensions of a frame of one sample; pool: (kind,
-    kh, kw, sh, sw, ph, pw) or None; sums: (k, weights, by, form) of the aggregate that reads the spikes, or None.
+    kh, kw, sh, sw, ph, pw) or None; sums: (k, weights, by, form) of the aggregate that reads the spikes, or None;
+    convolution: (weight, bias, stride, padding, dilation) of what computes the drives from y, or None; top: the sums are
+    whole numbers up to this one, in uint8, or None; joined: such numbers that are added to them, or None.
     """
     raise NotImplementedError(f"lower() did not replace fire of {list(operands)}")
 
@@ -53,7 +55,8 @@ def fuse(graph: Graph) -> None:
         y, norm = _norm(y, frame)
         operands = {
             "y": y, "v": v, "residual": residual, "norm": norm, "w": w, "steps": steps, "numbers": tuple(numbers), "k": k,
-            "places": len(frame) - 1, "pool": None, "sums": None,
+            "places": len(frame) - 1, "pool": None, "sums": None, "convolution": None,
+            "top": None, "joined": None,
         }  # fmt: skip
         with graph.inserting_before(node):
             new = graph.call_function(fire, (), operands)

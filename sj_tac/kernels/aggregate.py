@@ -53,14 +53,11 @@ def run_compiled(kernel: str, frames: Tensor, weights: Tensor, group: int) -> Te
         weights: one for each frame, [T], of the dtype that sums of ``frames`` have.
     """
     straight = dispatch.is_plain(frames) and not dispatch.differentiates(frames, weights)
-    if kernel != backends.CPP:  # these read and write half themselves
+    if kernel != backends.CPP:
         if straight:
             return aggregate_op.on_cuda(frames, weights, group, kernel)
         return _by_operator(frames, weights, group, kernel)
-    if frames.dtype is not torch.float16:
-        return (aggregate_op.aggregate_now if straight else _by_operator)(frames, weights, group)
-    wide = frames.to(weights.dtype)
-    return (aggregate_op.aggregate_now if straight else _by_operator)(wide, weights, group).to(frames.dtype)
+    return (aggregate_op.aggregate_now if straight else _by_operator)(frames, weights, group)
 
 
 def _by_operator(frames: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:

@@ -14,7 +14,7 @@ from sj_tac.kernels.gpu import launchers
 from sj_tac.kernels.layout import RUNS, empty, in_memory, is_channels_last
 
 # Dtypes of frames on each device.
-ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
+ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,7 +26,7 @@ def _like(x: Tensor, frames: int) -> Tensor:
 def aggregate_now(x: Tensor, weights: Tensor, group: int, launcher: str = "") -> Tensor:
     """``out[g] = sum_j weights[g * group + j] x[g * group + j]``: x [T, ...], weights [T].
 
-    In float32 or float64, or, for x and the sums, in bfloat16 with weights in float32.
+    In float32 or float64, or, for x and the sums, in bfloat16 or float16 with weights in float32.
 
     Args:
         launcher: what is to launch the CUDA kernel, by its name; "": the first that works. Without meaning on a CPU.

@@ -151,16 +151,6 @@ def operands(call: Call, linear: Tensor | None, launcher: str = "") -> Operands:
 
 
 def run_cpp(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The compiled kernels for the CPU; float16, which they do not read, runs in float32, and comes out as float16 again."""
-    wide = reference.accumulation_dtype(call.y.dtype)
-    if call.y.dtype is not torch.float16:
-        return _cpp(call, linear)
-    residual = None if call.residual is None else call.residual.to(wide)
-    out, v = _cpp(call._replace(y=call.y.to(wide), residual=residual), linear)
-    return out.to(call.y.dtype), v
-
-
-def _cpp(call: Call, linear: Tensor | None) -> tuple[Tensor, Tensor]:
     """By torch's operator; straight where it has nothing to do, because its dispatch costs as much as a small map."""
     inputs = (call.y, call.residual, call.v, call.scale, call.shift, call.weights, _plif(call.node))
     if dispatch.is_plain(call.y) and not dispatch.differentiates(*inputs):

@@ -18,12 +18,22 @@ from sj_tac.kernels.operands import Operands, schema
 from sj_tac.kernels.reference import accumulation_dtype
 
 # Dtypes of drives on each device.
-ON_CPU = (torch.float32, torch.float64, torch.bfloat16)
+ON_CPU = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ON_CUDA = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _operands(arguments: tuple[Any, ...]) -> Operands:
     return Operands(*map(in_memory, arguments[:8]), *arguments[8:])
+
+
+def fire_of(beside: on_cpu.Beside, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """``fire_now`` with what is no operand of the torch operator, for calls in inference."""
+    o = _operands(arguments)
+    refuse_dtype("fire", o.y, ON_CPU)
+    check_fire(o)
+    out = on_cpu.forward(o.counted(), beside)
+    RUNS["fire", CPP] += 1
+    return out
 
 
 def fire_now(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -35,12 +45,7 @@ def fire_now(*arguments: Any) -> tuple[Tensor, Tensor]:
     Returns:
         Output and voltages in the memory format of y.
     """
-    o = _operands(arguments)
-    refuse_dtype("fire", o.y, ON_CPU)
-    check_fire(o)
-    out = on_cpu.forward(o.counted())
-    RUNS["fire", CPP] += 1
-    return out
+    return fire_of(on_cpu.NOTHING_BESIDE, *arguments)
 
 
 fire = torch.library.custom_op(

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     ``functional.fire`` says what it computes. All that goes with drives of bfloat16 or float16 is of float32.
 
     Attributes:
-        y: drives [G, N, C, H, W], of the output's dtype: on a CPU float32, float64 or bfloat16.
+        y: drives [G, N, C, H, W], of the output's dtype; float64 on a CPU alone.
         residual: [T, N, C, H, W] of y's dtype, added step by step behind the affine map, or None.
         scale, shift: [C], of a BatchNorm, both or none. v0: voltages [N, C, H, W], or None at rest.
         linear: [G, 2], beta and gamma of the step on each drive, or None where they are ``decay`` and ``gain``.

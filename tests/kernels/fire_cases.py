@@ -43,7 +43,7 @@ space = st.fixed_dictionaries(
         "merge": st.booleans(),
         "normalize": st.booleans(),
         "channels_last": st.booleans(),
-        "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
+        "dtype": st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]),
         "seed": st.integers(0, 999),
     }
 )

@@ -12,15 +12,15 @@ import torch
 from sj_tac.kernels.cpu import compiling
 
 POINTERS = (
-    "y", "residual", "scale", "shift", "v0", "linear", "weights", "out", "v", "go", "gv", "gy", "g_residual", "gv0",
-    "g_scale", "g_shift", "g_linear", "g_weights", "lengths",
+    "y", "residual", "scale", "shift", "v0", "linear", "weights", "joined", "convolution", "out", "v", "go", "gv", "gy",
+    "g_residual", "gv0", "g_scale", "g_shift", "g_linear", "g_weights", "lengths",
 )  # fmt: skip
 NUMBERS = (
     "drives", "steps", "group", "samples", "channels", "height", "width", "last", "pool", "kh", "kw", "sh", "sw", "ph", "pw",
-    "out_height", "out_width", "dtype", "mode", "hard", "surrogate", "threads", "pieces",
+    "out_height", "out_width", "dtype", "emits", "mode", "hard", "surrogate", "threads", "pieces",
 )  # fmt: skip
 FLOATS = ("tau", "rest", "threshold", "decay", "gain", "keep", "rest_gain", "h_gain", "alpha")
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}
 # Nanoseconds of work below which a second thread costs more than it saves: its start takes 20 us in a loop, and 50 to 100
 # in a net, whose convolutions have filled the caches since the last one.
 ALONE = 50_000
@@ -28,6 +28,15 @@ ALONE = 50_000
 _ONE_THREAD: list[str] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _ONE_THREAD.append("the threads of torch's OpenMP are the parent process's"))
+
+
+class Convolution(ctypes.Structure):
+    """``Convolution`` of src/call.h, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "bias")),
+        *((name, ctypes.c_int64) for name in ("channels", "height", "width", "kh", "kw", "sh", "sw", "dh", "dw")),
+    ]
 
 
 class Call(ctypes.Structure):

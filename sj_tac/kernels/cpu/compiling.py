@@ -27,6 +27,8 @@ LEVELS = {
 }
 # Spikes compare to the last bit with PyTorch's own: no multiplication and addition may become one operation.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
+# But for what a source says of itself.
+FLAGS_OF = {"convolve.cpp": ["-ffp-contract=fast"]}
 
 
 def digest() -> str:
@@ -79,8 +81,9 @@ def build(level: str, command: list[str]) -> Path:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(folder, f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            pairs = zip(sources, objects, strict=True)
-            list(pool.map(lambda pair: _run([*command, *flags, "-c", str(pair[0]), "-o", str(pair[1])]), pairs))
+            own = [FLAGS_OF.get(source.name, []) for source in sources]
+            parts = zip(own, sources, objects, strict=True)
+            list(pool.map(lambda part: _run([*command, *flags, *part[0], "-c", str(part[1]), "-o", str(part[2])]), parts))
         made = Path(folder, done.name)
         # Without the C++ runtime's own library, of which the kernels need nothing.
         _run([*command, "-shared", "-nostdlib++" if "clang" in command[0] or "ziglang" in command else "-static-libstdc++",

@@ -49,7 +49,9 @@ template <class S> static void forward(const void* x, const void* weights, void*
 EXPORT void aggregate_forward(
     const void* x, const void* weights, void* out, i64 frames, i64 size, i64 group, i64 dtype, i64 threads
 ) {
-    (dtype == FLOAT32 ? forward<float> : dtype == FLOAT64 ? forward<double> : forward<bf16>)(x, weights, out, frames, size, group, threads);
+    const auto run = dtype == FLOAT32 ? forward<float> : dtype == FLOAT64 ? forward<double> : dtype == BFLOAT16 ? forward<bf16>
+                     : dtype == FLOAT16 ? forward<f16> : forward<uint8_t>;
+    run(x, weights, out, frames, size, group, threads);
 }
 
 template <class S>
@@ -68,6 +70,7 @@ EXPORT void aggregate_backward(
     const void* go, const void* x, const void* weights, void* gx, void* g_weights, i64 frames, i64 size, i64 group, i64 dtype,
     i64 threads
 ) {
-    (dtype == FLOAT32 ? backward<float> : dtype == FLOAT64 ? backward<double> : backward<bf16>)(
-        go, x, weights, gx, g_weights, frames, size, group, threads);
+    const auto run = dtype == FLOAT32 ? backward<float> : dtype == FLOAT64 ? backward<double> : dtype == BFLOAT16 ? backward<bf16>
+                     : backward<f16>;
+    run(go, x, weights, gx, g_weights, frames, size, group, threads);
 }

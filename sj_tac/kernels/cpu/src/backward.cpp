@@ -272,5 +272,6 @@ template <class S> static void shared(const Call& a) {
 EXPORT void fire_backward(const Call* a) {
     if (a->dtype == FLOAT32) shared<float>(*a);
     else if (a->dtype == FLOAT64) shared<double>(*a);
-    else shared<bf16>(*a);
+    else if (a->dtype == BFLOAT16) shared<bf16>(*a);
+    else shared<f16>(*a);
 }

@@ -6,14 +6,26 @@ typedef int64_t i64;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-enum Dtype { FLOAT32, FLOAT64, BFLOAT16 };
+enum Dtype { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, UINT8 };
 enum Pool { NO_POOL, MAX_POOL, AVG_POOL };
 enum Charge { LIF_DECAY, LIF, PLIF_DECAY, PLIF, IF, MERGED };  // as ChargeMode in host/neurons.py
 
-// Frames y, residual, out and their gradients are of `dtype`; all else is of its wide dtype, float32 or float64.
+constexpr i64 BLOCK_OF_CHANNELS = 16;
+
+// A convolution that is computed as its drives are stepped, in float32: of frames [G, N, channels, height, width], in which
+// the padding is, by weights [channels * kh * kw, C], with C filled up to a whole number of BLOCK_OF_CHANNELS.
+struct Convolution {
+    const float *x, *weights, *bias;  // bias [C] or null
+    i64 channels, height, width, kh, kw, sh, sw, dh, dw;
+};
+
+// Frames y, residual and their gradients are of `dtype`, out, joined and their gradients of `emits`; all else is of the wide
+// dtype of these, float32 or float64.
 // A null pointer stands for what there is not. Frames lie in memory as [N, C, H, W], or as [N, H, W, C] (channels_last).
 struct Call {
     const void *y, *residual, *scale, *shift, *v0, *linear, *weights;  // [G, frame], [T, frame], [C], [C], frame, [G, 2], [T]
+    const void* joined;                                                // [rows, pooled frame], added to out
+    const Convolution* convolution;                                    // in the place of y, in channels_last
     void *out, *v;                                                     // [rows, pooled frame], frame
     const void *go, *gv;                                               // gradients of out and v
     void *gy, *g_residual, *gv0;                                       // gradients to y, residual and v0
@@ -21,7 +33,7 @@ struct Call {
     const i64* lengths;                                                // [G] steps on each drive
     i64 drives, steps, group, samples, channels, height, width, last;
     i64 pool, kh, kw, sh, sw, ph, pw, out_height, out_width;
-    i64 dtype, mode, hard, surrogate, threads, pieces;
+    i64 dtype, emits, mode, hard, surrogate, threads, pieces;
     double tau, rest, threshold, decay, gain;  // decay and gain: of each step's gradient where linear is null
     double keep, rest_gain, h_gain, alpha;     // d v / d h = (fired ? keep : 1) + (rest_gain + h_gain * h) * surrogate'(h)
 

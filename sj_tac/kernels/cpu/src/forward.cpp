@@ -10,21 +10,24 @@ EXPORT void use_threads(Parallel p) { gomp_parallel = p; }
 // Neurons without a pool, or pooled cells, that a thread takes at a time.
 constexpr i64 UNIT = 4096, CELLS = 1024;
 
+// Whole pixels, where their drives are computed as they are stepped.
+static i64 neurons_of_unit(const Call& a) { return a.convolution ? UNIT / a.channels * a.channels : UNIT; }
 static i64 rows_of_unit(const Call& a) { return std::min(a.out_height, std::max<i64>(1, CELLS / a.out_row())); }
 
 static i64 units_of(const Call& a) {
-    if (!a.pool) return (a.frame() + UNIT - 1) / UNIT;
+    if (!a.pool) return (a.frame() + neurons_of_unit(a) - 1) / neurons_of_unit(a);
     return a.planes() * ((a.out_height + rows_of_unit(a) - 1) / rows_of_unit(a));
 }
 
 // Weighted sums of the steps in words of pooled cells, `sheet` apart for every BITS steps; N vectors of cells, or n cells.
-template <class S, int N> static inline void emit_block(const Call& a, const typename Vector<Wide<S>>::Word* words, i64 sheet, i64 to, int n) {
-    typedef Wide<S> W;
+template <class W, class O, int N>
+static inline void emit_block(const Call& a, const typename Vector<W>::Word* words, i64 sheet, i64 to, int n) {
     typedef typename Vector<W>::F F;
     constexpr int L = LANES<W>, BITS = 8 * sizeof(W);
     const W* weights = (const W*)a.weights;
     const int lanes = N > 1 ? L : n;
-    S* out = (S*)a.out + to;
+    O* out = (O*)a.out + to;
+    const O* joined = a.joined ? (const O*)a.joined + to : nullptr;
     F sum[N] = {};
     typename Vector<W>::I word[N];
     i64 summed = 0;
@@ -35,22 +38,25 @@ template <class S, int N> static inline void emit_block(const Call& a, const typ
         const auto bit = (typename Vector<W>::Bit)(typename Vector<W>::Word(1) << (t % BITS));
         for (int r = 0; r < N; r++) sum[r] = (word[r] & bit) != 0 ? sum[r] + weight : sum[r];
         if (++summed == a.group || t + 1 == a.steps) {
-            for (int r = 0; r < N; r++) store(out + r * L, sum[r], lanes), sum[r] = F{};
+            for (int r = 0; r < N; r++) {
+                store(out + r * L, joined ? sum[r] + load(joined + r * L, lanes) : sum[r], lanes);
+                sum[r] = F{};
+            }
             out += a.emitted(), summed = 0;
+            if (joined) joined += a.emitted();
         }
     }
 }
 
-template <class S> static void emit(const Call& a, const typename Vector<Wide<S>>::Word* words, i64 sheet, i64 m, i64 to) {
-    constexpr int L = LANES<Wide<S>>, B = BLOCK<Wide<S>>;
+template <class W, class O> static void emit(const Call& a, const typename Vector<W>::Word* words, i64 sheet, i64 m, i64 to) {
+    constexpr int L = LANES<W>, B = BLOCK<W>;
     i64 i = 0;
-    for (; m - i >= B; i += B) emit_block<S, VECTORS>(a, words + i, sheet, to + i, L);
-    for (; i < m; i += L) emit_block<S, 1>(a, words + i, sheet, to + i, (int)std::min<i64>(L, m - i));
+    for (; m - i >= B; i += B) emit_block<W, O, VECTORS>(a, words + i, sheet, to + i, L);
+    for (; i < m; i += L) emit_block<W, O, 1>(a, words + i, sheet, to + i, (int)std::min<i64>(L, m - i));
 }
 
 // Output rows [o0, o1) of a plane, from the words of the input rows that they look at.
-template <class S> struct Pooling {
-    typedef Wide<S> W;
+template <class W, class O> struct Pooling {
     typedef typename Vector<W>::Word Word;
     const Call& a;
     const Words<W>& words;
@@ -90,13 +96,16 @@ template <class S> struct Pooling {
                     else for (i64 i = 0; i < n; i++) to[i] |= from[stride * i];
                 });
         }
-        emit<S>(a, pooled, sheet, cells, (plane * a.out_height + o0) * a.out_row());
+        emit<W, O>(a, pooled, sheet, cells, (plane * a.out_height + o0) * a.out_row());
     }
 
     void mean(i64 plane, i64 o) {
         const i64 cells = a.out_row();
-        const W area = W(a.kh * a.kw), *weights = (const W*)a.weights;
-        S* out = (S*)a.out + (plane * a.out_height + o) * cells;
+        // Whole numbers stay whole: who reads them divides.
+        const W area = std::is_same_v<O, uint8_t> ? W(1) : W(a.kh * a.kw), *weights = (const W*)a.weights;
+        const i64 to = (plane * a.out_height + o) * cells;
+        O* out = (O*)a.out + to;
+        const O* joined = a.joined ? (const O*)a.joined + to : nullptr;
         for (i64 t = 0; t < a.steps; t++) {
             memset(counts, 0, cells * sizeof(W));
             if (t % a.group == 0) memset(sums, 0, cells * sizeof(W));
@@ -112,28 +121,30 @@ template <class S> struct Pooling {
             if ((t + 1) % a.group && t + 1 != a.steps) continue;
             for (i64 i = 0; i < cells; i += LANES<W>) {
                 const int n = (int)std::min<i64>(LANES<W>, cells - i);
-                store(out + i, load(sums + i, n), n);
+                const auto sum = load(sums + i, n);
+                store(out + i, joined ? sum + load(joined + i, n) : sum, n);
             }
             out += a.emitted();
+            if (joined) joined += a.emitted();
         }
     }
 };
 
-// Units [begin, end): of UNIT neurons, or of rows_of_unit output rows.
-template <class S> static void part(const Call& a, i64 begin, i64 end) {
+// Units [begin, end): of neurons_of_unit neurons, or of rows_of_unit output rows.
+template <class S, class O> static void part(const Call& a, i64 begin, i64 end) {
     typedef Wide<S> W;
     const Affine<W> affine(a, BLOCK<W>);
     if (!a.pool) {
-        const i64 all = std::min(end * UNIT, a.frame());
-        for (i64 at = begin * UNIT, n; at < all; at += n) {
+        const i64 unit = neurons_of_unit(a), all = std::min(end * unit, a.frame());
+        for (i64 at = begin * unit, n; at < all; at += n) {
             n = std::min(all - at, affine.run(at));
-            step_in_mode<S, true>(a, affine, at, n, affine.place(at), nullptr, 0);
+            step_in_mode<S, O, true>(a, affine, at, n, affine.place(at), nullptr, 0);
         }
         return;
     }
     const i64 tall = rows_of_unit(a), strips = (a.out_height + tall - 1) / tall;
     Words<W> words(a, (tall - 1) * a.sh + std::max(a.kh, a.sh) + a.sh);
-    Pooling<S> pooling(a, words);
+    Pooling<W, O> pooling(a, words);
     for (i64 u = begin; u < end; u++) {
         const i64 plane = u / strips, o0 = u % strips * tall, o1 = std::min(a.out_height, o0 + tall);
         // Rows that no window looks at are stepped, too, for their voltages.
@@ -144,13 +155,15 @@ template <class S> static void part(const Call& a, i64 begin, i64 end) {
     }
 }
 
-template <class S> static void shared(const Call& a) {
+template <class S, class O> static void shared(const Call& a) {
     const i64 units = units_of(a), pieces = std::min(units, a.threads);
-    share(pieces, a.threads, [&](i64 p) { part<S>(a, units * p / pieces, units * (p + 1) / pieces); });
+    share(pieces, a.threads, [&](i64 p) { part<S, O>(a, units * p / pieces, units * (p + 1) / pieces); });
 }
 
 EXPORT void fire_forward(const Call* a) {
-    if (a->dtype == FLOAT32) shared<float>(*a);
-    else if (a->dtype == FLOAT64) shared<double>(*a);
-    else shared<bf16>(*a);
+    if (a->emits == UINT8) shared<float, uint8_t>(*a);
+    else if (a->dtype == FLOAT32) shared<float, float>(*a);
+    else if (a->dtype == FLOAT64) shared<double, double>(*a);
+    else if (a->dtype == BFLOAT16) shared<bf16, bf16>(*a);
+    else shared<f16, f16>(*a);
 }

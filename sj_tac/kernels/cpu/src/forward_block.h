@@ -26,20 +26,27 @@ template <class W> struct Tile {
     W v[TILE], sum[TILE];
 };
 
+// Drives of a neuron: where they lie, and how far apart.
+template <class S> struct Drives {
+    const S* at;
+    i64 stride;
+};
+
 // Steps on the drives [g, until) of N vectors, or of n neurons where N is 1: neuron i of the tile, `at` of the frame, c of the
 // affine map. t: the first step; summed: how many steps the sums have.
 // DIRECT: writes weighted sums of spikes, or the spikes; else writes bits of words, `sheet` apart for every BITS steps.
-template <class S, int MODE, bool ZERO, bool DIRECT, int N>
+template <class S, class O, int MODE, bool ZERO, bool DIRECT, int N>
 static inline void step_block(
-    const Call& a, const Affine<Wide<S>>& affine, Tile<Wide<S>>& tile, i64 g, i64 until, i64 t, i64 summed, S* out, i64 i, i64 at,
-    i64 c, int n, typename Vector<Wide<S>>::Word* words, i64 sheet
+    const Call& a, const Affine<Wide<S>>& affine, Tile<Wide<S>>& tile, Drives<S> drives, i64 g, i64 until, i64 t, i64 summed, O* out,
+    i64 i, i64 at, i64 c, int n, typename Vector<Wide<S>>::Word* words, i64 sheet
 ) {
     typedef Wide<S> W;
     typedef typename Vector<W>::F F;
     typedef typename Vector<W>::I I;
     constexpr int L = LANES<W>, BITS = 8 * sizeof(W);
     const i64 frame = a.frame(), group = a.group, steps = a.steps, *lengths = a.lengths;
-    const S *y = (const S*)a.y + g * frame + at, *residual = (const S*)a.residual;
+    const S *y = drives.at + i, *residual = (const S*)a.residual;
+    const O* joined = (const O*)a.joined;
     const W* weights = (const W*)a.weights;
     Neuron<W, MODE, ZERO> neuron(a);
     out += at;
@@ -50,7 +57,7 @@ static inline void step_block(
         v[r] = load(tile.v + i + r * L, lanes), word[r] = I{};
         sum[r] = DIRECT && summed ? load(tile.sum + i + r * L, lanes) : F{};
     }
-    for (; g < until; g++, y += frame) {
+    for (; g < until; g++, y += drives.stride) {
         ask_for<0>(y + AHEAD, N * L);
         neuron.on_drive(a, g);
         for (int r = 0; r < N; r++) {
@@ -72,7 +79,11 @@ static inline void step_block(
             }
             if (DIRECT && (++summed == group || t + 1 == steps)) {
                 ask_for<1>(out + AHEAD, N * L);
-                for (int r = 0; r < N; r++) store(out + r * L, sum[r], lanes), sum[r] = F{};
+                const O* more = joined ? joined + (out - (O*)a.out) : nullptr;
+                for (int r = 0; r < N; r++) {
+                    store(out + r * L, more ? sum[r] + load(more + r * L, lanes) : sum[r], lanes);
+                    sum[r] = F{};
+                }
                 out += frame, summed = 0;
             }
             if (!DIRECT && ((t + 1) % BITS == 0 || t + 1 == steps)) {
@@ -87,27 +98,36 @@ static inline void step_block(
     }
 }
 
+// Computes the drives [g, until) of n neurons, from neuron `at` of a frame on: y[(g' - g) * n + i]. In convolve.cpp.
+extern void convolve(const Call& a, i64 g, i64 until, i64 at, i64 n, float* y);
+
 // All steps of m neurons side by side, from neuron `at` of a frame on; c: its place in the affine map.
-template <class S, int MODE, bool ZERO, bool DIRECT>
+template <class S, class O, int MODE, bool ZERO, bool DIRECT>
 static void run_forward(
     const Call& a, const Affine<Wide<S>>& affine, i64 at, i64 m, i64 c, typename Vector<Wide<S>>::Word* words, i64 sheet
 ) {
     typedef Wide<S> W;
     constexpr int L = LANES<W>, B = BLOCK<W>;
     Tile<W> tile;
-    for (i64 begin = 0; begin < m; begin += TILE, c = affine.along ? (c + TILE) % affine.period : c) {
-        const i64 n = std::min(TILE, m - begin), start = at + begin;
+    // Whole pixels, where their drives are computed here.
+    const i64 whole = a.convolution ? TILE / a.channels * a.channels : TILE;
+    const Room<S> computed(a.convolution ? whole * (DIRECT ? DRIVES : a.drives) : 0);
+    for (i64 begin = 0; begin < m; begin += whole, c = affine.along ? (c + whole) % affine.period : c) {
+        const i64 n = std::min(whole, m - begin), start = at + begin;
         if (a.v0) memcpy(tile.v, (const W*)a.v0 + start, n * sizeof(W));
         else for (i64 i = 0; i < n; i++) tile.v[i] = W(a.rest);
         for (i64 g = 0, t = 0, until; g < a.drives; g = until) {
             until = DIRECT ? std::min(a.drives, g + DRIVES) : a.drives;
-            S* out = DIRECT ? (S*)a.out + t / a.group * a.frame() : nullptr;
+            O* out = DIRECT ? (O*)a.out + t / a.group * a.frame() : nullptr;
+            Drives<S> drives{(const S*)a.y + g * a.frame() + start, a.frame()};
+            if constexpr (std::is_same_v<S, float>)
+                if (a.convolution) convolve(a, g, until, start, n, computed), drives = {computed, n};
             const i64 summed = t % a.group;
             i64 i = 0, channel = c;
             const auto step = [&](auto vectors, int lanes) {
                 constexpr int N = decltype(vectors)::value;
-                step_block<S, MODE, ZERO, DIRECT, N>(
-                    a, affine, tile, g, until, t, summed, out, i, start + i, channel, lanes, DIRECT ? nullptr : words + begin + i, sheet);
+                step_block<S, O, MODE, ZERO, DIRECT, N>(
+                    a, affine, tile, drives, g, until, t, summed, out, i, start + i, channel, lanes, DIRECT ? nullptr : words + begin + i, sheet);
                 i += N * L;
                 if (affine.along && (channel += N * L) >= affine.period) channel %= affine.period;
             };
@@ -120,25 +140,25 @@ static void run_forward(
     }
 }
 
-template <class S, bool DIRECT, int MODE>
+template <class S, class O, bool DIRECT, int MODE>
 static void step_with_reset(
     const Call& a, const Affine<Wide<S>>& affine, i64 at, i64 m, i64 c, typename Vector<Wide<S>>::Word* words, i64 sheet
 ) {
-    if (a.hard && a.rest == 0 && !std::signbit(a.rest)) run_forward<S, MODE, true, DIRECT>(a, affine, at, m, c, words, sheet);
-    else run_forward<S, MODE, false, DIRECT>(a, affine, at, m, c, words, sheet);
+    if (a.hard && a.rest == 0 && !std::signbit(a.rest)) run_forward<S, O, MODE, true, DIRECT>(a, affine, at, m, c, words, sheet);
+    else run_forward<S, O, MODE, false, DIRECT>(a, affine, at, m, c, words, sheet);
 }
 
 // run_forward of the call's neuron.
-template <class S, bool DIRECT>
+template <class S, class O, bool DIRECT>
 static void step_in_mode(
     const Call& a, const Affine<Wide<S>>& affine, i64 at, i64 m, i64 c, typename Vector<Wide<S>>::Word* words, i64 sheet
 ) {
     switch (a.mode) {
-        case LIF_DECAY: return step_with_reset<S, DIRECT, LIF_DECAY>(a, affine, at, m, c, words, sheet);
-        case LIF: return step_with_reset<S, DIRECT, LIF>(a, affine, at, m, c, words, sheet);
-        case PLIF_DECAY: return step_with_reset<S, DIRECT, PLIF_DECAY>(a, affine, at, m, c, words, sheet);
-        case PLIF: return step_with_reset<S, DIRECT, PLIF>(a, affine, at, m, c, words, sheet);
-        case IF: return step_with_reset<S, DIRECT, IF>(a, affine, at, m, c, words, sheet);
-        default: return step_with_reset<S, DIRECT, MERGED>(a, affine, at, m, c, words, sheet);
+        case LIF_DECAY: return step_with_reset<S, O, DIRECT, LIF_DECAY>(a, affine, at, m, c, words, sheet);
+        case LIF: return step_with_reset<S, O, DIRECT, LIF>(a, affine, at, m, c, words, sheet);
+        case PLIF_DECAY: return step_with_reset<S, O, DIRECT, PLIF_DECAY>(a, affine, at, m, c, words, sheet);
+        case PLIF: return step_with_reset<S, O, DIRECT, PLIF>(a, affine, at, m, c, words, sheet);
+        case IF: return step_with_reset<S, O, DIRECT, IF>(a, affine, at, m, c, words, sheet);
+        default: return step_with_reset<S, O, DIRECT, MERGED>(a, affine, at, m, c, words, sheet);
     }
 }

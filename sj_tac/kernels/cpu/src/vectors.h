@@ -16,6 +16,9 @@
 struct bf16 {
     uint16_t bits;
 };
+struct f16 {
+    uint16_t bits;
+};
 
 template <class W> struct Vector;
 template <> struct Vector<float> {
@@ -34,6 +37,8 @@ template <> struct Vector<double> {
 // Dtype of the arithmetic on numbers that are stored as S.
 template <class S> struct WideOf { typedef S type; };
 template <> struct WideOf<bf16> { typedef float type; };
+template <> struct WideOf<f16> { typedef float type; };
+template <> struct WideOf<uint8_t> { typedef float type; };
 template <class S> using Wide = typename WideOf<S>::type;
 template <class S> using FloatsOf = typename Vector<Wide<S>>::F;
 
@@ -52,26 +57,65 @@ template <class W> static inline void store(W* p, typename Vector<W>::F x, int n
     else for (int i = 0; i < n; i++) p[i] = x[i];
 }
 
+typedef uint8_t Bytes __attribute__((vector_size(VECTOR_BYTES / 4)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
 typedef Vector<float>::F Floats;
 typedef Vector<float>::I Ints;
 
-// A bfloat16 is the upper half of a float32.
-static inline Floats load(const bf16* p, int n) {
+// The bits of n numbers of 16 bits, zeros behind them; and back.
+template <class S> static inline Ints load_bits(const S* p, int n) {
     Halves h = {};
     if (n == LANES<float>) memcpy(&h, p, sizeof h);
     else for (int i = 0; i < n; i++) h[i] = p[i].bits;
-    return (Floats)(__builtin_convertvector(h, Ints) << 16);
+    return __builtin_convertvector(h, Ints);
 }
+
+template <class S> static inline void store_bits(S* p, Ints bits, int n) {
+    const Halves h = __builtin_convertvector(bits, Halves);
+    if (n == LANES<float>) memcpy(p, &h, sizeof h);
+    else for (int i = 0; i < n; i++) p[i].bits = h[i];
+}
+
+// A bfloat16 is the upper half of a float32.
+static inline Floats load(const bf16* p, int n) { return (Floats)(load_bits(p, n) << 16); }
 
 // Rounds to the nearest, ties to even, as torch does.
 static inline void store(bf16* p, Floats x, int n) {
     const Ints bits = (Ints)x;
     Ints upper = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
-    upper = x == x ? upper : Ints{} + 0x7fc0;
-    const Halves h = __builtin_convertvector(upper, Halves);
-    if (n == LANES<float>) memcpy(p, &h, sizeof h);
-    else for (int i = 0; i < n; i++) p[i].bits = h[i];
+    store_bits(p, x == x ? upper : Ints{} + 0x7fc0, n);
+}
+
+// A float16 has 5 bits of exponent, biased by 15, and 10 of mantissa. Not all processors have instructions for it.
+static inline Floats load(const f16* p, int n) {
+    const Ints bits = load_bits(p, n), rest = (bits & 0x7fff) << 13;
+    Ints number = rest + (112 << 23);
+    number = rest < 1 << 23 ? (Ints)((Floats)(number + (1 << 23)) - 0x1p-14f) : number;
+    return (Floats)((rest >= 0x1f << 23 ? number | 0x7f800000 : number) | (bits & 0x8000) << 16);
+}
+
+// Rounds to the nearest, ties to even: a subnormal one where a float32 of a fixed exponent has its last bit.
+static inline void store(f16* p, Floats x, int n) {
+    const Ints all = (Ints)x, sign = all >> 16 & 0x8000, rest = all & 0x7fffffff;
+    const Ints subnormal = (Ints)((Floats)rest + 0.5f) - 0x3f000000;
+    const Ints normal = (rest - (112 << 23) + 0xfff + (rest >> 13 & 1)) >> 13;
+    Ints bits = rest < 113 << 23 ? subnormal : normal;
+    bits = rest >= 143 << 23 ? Ints{} + 0x7c00 : bits;
+    store_bits(p, (x == x ? bits : Ints{} + 0x7e00) | sign, n);
+}
+
+// Whole numbers from 0 to 255: sums of spikes by integer weights.
+static inline Floats load(const uint8_t* p, int n) {
+    Bytes b = {};
+    if (n == LANES<float>) memcpy(&b, p, sizeof b);
+    else for (int i = 0; i < n; i++) b[i] = p[i];
+    return __builtin_convertvector(__builtin_convertvector(b, Ints), Floats);
+}
+
+static inline void store(uint8_t* p, Floats x, int n) {
+    const Bytes b = __builtin_convertvector(__builtin_convertvector(x, Ints), Bytes);
+    if (n == LANES<float>) memcpy(p, &b, sizeof b);
+    else for (int i = 0; i < n; i++) p[i] = b[i];
 }
 
 // Words of bits travel as vectors of whole numbers.

@@ -25,7 +25,7 @@ template <class W> struct Words {
         plane = of, first = begin, next = std::max(have, end);
         if (have < end) {
             const i64 begin = (of * a.height + have) * row;
-            step_in_mode<S, false>(a, affine, begin, (end - have) * row, affine.place(begin), at(have, 0), sheet);
+            step_in_mode<S, S, false>(a, affine, begin, (end - have) * row, affine.place(begin), at(have, 0), sheet);
         }
     }
 };
