@@ -72,6 +72,12 @@ class Captured:
         lowered = {_module(n) for n in self._find(self.capture.settings).graph.nodes if hasattr(n.target, "is_fire")}
         return lowered, {_module(n) for n in self.gm.graph.nodes if n.target is NEURON} - lowered
 
+    def float32(self) -> dict[str, str]:
+        """Return, by name, why layers that are to run in int8 do not under today's settings; empty for those that do."""
+        gm = self._find(self.capture.settings)
+        graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
+        return {layer: why for graph in graphs for layer, why in getattr(graph, "sj_tac_int8", {}).items()}
+
     def __call__(self, *args: Any) -> Any:
         self.capture.ran += 1
         found = self.rewritten.get(self.capture.key)
@@ -86,7 +92,7 @@ class Captured:
     def _rewrite(self, settings: Mapping[str, Any]) -> GraphModule:
         gm = copied(self.gm)
         try:
-            equations.run(gm, settings)
+            equations.run(gm, settings, self.capture.in_int8)
             if self.rewritten and _guards(gm) != self._guards:
                 raise RuntimeError("its shapes would need a guard that this capture does not have")
             lower(gm, self.capture.launcher)
@@ -152,7 +158,8 @@ class Capture:
         net: its forward is captured. launcher: of its CUDA kernels; empty for the first that works.
         graphs: all that was captured, in order.
         settings: of each shared convolution, by name: (k, weights, normalize). key: the same as one tuple.
-        ran: how many graphs ran. failed: why no call is captured any more; empty if calls are.
+        in_int8: names of the convolutions that are to run in int8. ran: how many graphs ran.
+        failed: why no call is captured any more; empty if calls are.
     """
 
     def __init__(self, net: nn.Module, backend: str) -> None:
@@ -167,6 +174,7 @@ class Capture:
         """Find what holds the settings of marks: convolutions, and the hooks that emit means."""
         modules = list(self.net.modules())
         self.shared = {m.sharing.layer: m.sharing for m in modules if isinstance(m, SharedConv)}
+        self.in_int8 = {layer for layer, sharing in self.shared.items() if sharing.dtype is torch.int8}
         hooks = [hook for m in modules for hook in m._forward_hooks.values() if isinstance(hook, Mean)]
         self.means = {hook.layer: hook for hook in hooks}
         self.look()

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac.errors import PolicyError
+from sj_tac.kernels.cpu import int8
 from sj_tac.policy import SOURCE, Rule, Settings
 from sj_tac.rewrites.measure.measured import Shared
 from sj_tac.verdicts import Refusal
 
+INT8 = "int8"
 # What Linux calls the instructions of processors, x86's and Arm's, that multiply in a dtype.
 _INSTRUCTIONS = {"bfloat16": ("avx512_bf16", "amx_bf16", "bf16"), "float16": ("avx512_fp16", "amx_fp16", "asimdhp")}
 # The first CUDA devices that multiply in it.
@@ -29,7 +31,7 @@ def _features() -> frozenset[str]:
 
 
 def computes_in(dtype: str, device: torch.device) -> bool:
-    """Whether a device has instructions for a dtype; of devices other than CPUs and CUDA's nobody asks."""
+    """Whether a device has instructions for a dtype of floating point; of devices other than CPUs and CUDA's nobody asks."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= _CAPABILITY[dtype]
     return device.type != "cpu" or not _features().isdisjoint(_INSTRUCTIONS[dtype])
@@ -56,7 +58,7 @@ def decided(
                 if named:
                     raise PolicyError(f"{source}, rule for {name!r}: dtype: {found.dtype} is impossible there: {why}")
                 wide[name], found = why, found.model_copy(update={"dtype": SOURCE})
-            elif not named and not computes_in(found.dtype, _weight(model, name).device):
+            elif not named and found.dtype != INT8 and not computes_in(found.dtype, _weight(model, name).device):
                 why = f"this {_kind(model, name)} has no {found.dtype} instructions, so that it would be slower"
                 wide[name] = f"{why}; a rule with the layer's exact name has it all the same"
                 found = found.model_copy(update={"dtype": SOURCE})
@@ -74,8 +76,12 @@ def _kind(model: nn.Module, name: str) -> str:
 
 
 def _impossible(model: nn.Module, name: str, dtype: str) -> str:
-    """Why a convolution cannot run in ``dtype``, on any machine; else empty."""
+    """Why a convolution cannot run in ``dtype``, on any machine, or in int8 on this one; else empty."""
     module = model.get_submodule(name)
+    if dtype == INT8:
+        device = _weight(model, name).device
+        if problem := int8.problem() if device.type == "cpu" else f"int8 runs on a CPU, not on {device}":
+            return problem
     if not (hasattr(module, "_conv_forward") or isinstance(module, nn.Linear)):
         return f"it is a {type(module).__name__}, whose own forward would have to round"
     weight: Any = module.weight

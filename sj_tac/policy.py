@@ -31,7 +31,7 @@ from sj_tac.support.words import nearest as nearest
 Mode = Literal["preserve", "collapse", "keep"]
 # More steps than any recording is divided into; a larger k is a slip, and would ask for as many weights.
 MOST = 65_536
-Dtype = Literal["source", "bfloat16", "float16"]
+Dtype = Literal["source", "bfloat16", "float16", "int8"]
 # The dtype that the source net has.
 SOURCE: Dtype = "source"
 K = Annotated[int, Field(strict=True, ge=1, le=MOST, description="source steps that share one convolution")]
@@ -300,12 +300,16 @@ def with_dtype(policy: object, k: object, dtype: object) -> Policy:
     """``as_policy``, with a default that says ``dtype``: what ``convert`` was given beside it.
 
     Raises:
-        PolicyError: as ``as_policy``; another dtype than float32 (the source's), bfloat16 or float16; the policy says
+        PolicyError: as ``as_policy``; another dtype than float32 (the source's), int8, bfloat16 or float16; the policy says
             another one, or is "exact".
     """
-    known: dict[Any, Dtype] = {torch.float32: SOURCE, torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    known: dict[Any, Dtype] = {
+        torch.float32: SOURCE, torch.int8: "int8", torch.bfloat16: "bfloat16", torch.float16: "float16",
+    }  # fmt: skip
     if not isinstance(dtype, torch.dtype) or dtype not in known:
-        raise PolicyError(f"dtype={_shown(dtype)} is none that convolutions are given; torch.bfloat16 and torch.float16 are")
+        raise PolicyError(
+            f"dtype={_shown(dtype)} is none that convolutions are given; torch.int8, torch.bfloat16 and torch.float16 are"
+        )
     if isinstance(policy, str) and policy == "exact" and known[dtype] != SOURCE:
         raise PolicyError(f'policy="exact" gives the source\'s spikes, which dtype={dtype} does not; drop one of the two')
     read = as_policy(policy, k)

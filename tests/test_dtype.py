@@ -80,8 +80,9 @@ def assert_same(net, other, x):
         assert found["output 0"].dtype == torch.float32
         for name, value in expected.items():
             if name.startswith("gradient"):
-                # One through a bfloat16 weight is rounded, whose last bit may turn with the order of a sum.
-                assert (found[name] - value).norm() <= 0.01 * value.norm(), name
+                # One through a bfloat16 weight is rounded, whose last bit may turn with the order of a sum. Those of biases
+                # are sums of such numbers, of which most cancel: an error of a term is several times that of the sum.
+                assert (found[name] - value).norm() <= (0.03 if "bias" in name else 0.01) * value.norm(), name
             else:
                 assert torch.equal(found[name], value), name
     with torch.no_grad():
@@ -245,7 +246,7 @@ def test_in_a_container_the_convolution_alone_is_rounded():
     ("call", "words"),
     [
         ({"dtype": "bf16"}, r"dtype='bf16' is none that convolutions are given"),
-        ({"dtype": torch.int8}, r"dtype=torch.int8 is none"),
+        ({"dtype": torch.int16}, r"dtype=torch.int16 is none"),
         ({"dtype": HALF, "policy": "exact"}, "gives the source's spikes"),
         ({"dtype": HALF, "policy": {"default": {"dtype": "float16"}}}, "default says dtype: float16"),
         ({"dtype": HALF, "policy": "auto", "calibration": [torch.rand(2, 2, 2, 8, 8)]}, "drop k=2, fuse=True, dtype"),

@@ -18,7 +18,6 @@ import sj_tac
 from benchmarks.published import building, oracle
 from benchmarks.published.cases import SAMPLES, Case
 from sj_tac.tuning.measure import in_turns
-from sj_tac.verdicts import total_macs
 
 KS = (1, 2, 4)
 CHECKED = (2, 3)
@@ -39,8 +38,6 @@ class Row:
         driving, shared: convolutions whose output reaches a neuron without crossing another, and how many of them converted.
         affine, affine_shared: those of them whose way to neurons with known dynamics is one affine map, the same for every
             frame, and how many of these converted.
-        exact: layers whose frames are one frame repeated, their multiply-accumulates a sample before and after, and whether
-            ``policy="exact"`` with fuse=False gives the source's output bit for bit.
         approximate: convolutions that convert beside these where the policy says ``approximate: true``.
         linear, linear_shared: Linear layers that drive neurons, and how many convert with ``layers: [conv, linear]``.
         unfused: k=1 with fuse=False against the source: "equal" or "DIFFERENT", bit for bit.
@@ -69,7 +66,6 @@ class Row:
     shared: int = 0
     affine: int = 0
     affine_shared: int = 0
-    exact: dict[str, Any] = field(default_factory=dict)
     approximate: int = 0
     linear: int = 0
     linear_shared: int = 0
@@ -119,9 +115,6 @@ def examine(name: str, case: Case, folder: Path, seconds: float) -> Row:
         return row
     check(row, case, net, x, reached)
     nets: dict[str, nn.Module] = {"source": net}
-    exact = attempt(row, "policy exact", lambda: once(row, net, x))
-    if exact is not None:
-        nets["exact"] = exact
     for k in KS:
         made = attempt(row, f"k={k}", lambda k=k: sj_tac.convert(net, "preserve", k, example_input=x))
         if made is not None:
@@ -206,20 +199,6 @@ def check_in_float64(row: Row, case: Case, net: nn.Module, x: Tensor, reached: o
             row.definition[str(k)] = found
 
 
-def once(row: Row, net: nn.Module, x: Tensor) -> nn.Module | None:
-    """The net under the policy "exact", with what that saves written down; None where no frame repeats."""
-    made = sj_tac.convert(net, "exact", example_input=x)
-    layers = [v for v in sj_tac.report(made).converted if v.exact]
-    if not layers:
-        return None
-    row.exact = {"layers": len(layers)}
-    row.exact["before"], row.exact["after"] = total_macs(layers)
-    unfused = sj_tac.convert(net, "exact", example_input=x, fuse=False)
-    pairs = list(zip(oracle.run(net, x), oracle.run(unfused, x), strict=True))
-    row.exact["unfused"] = "equal" if all(torch.equal(a, b) for a, b in pairs) else "DIFFERENT"
-    return made
-
-
 def scores(outputs: list[Tensor], samples: int) -> Tensor | None:
     """Class scores [N, C] of an output [N, C], [T, N, C] or [N, T, C]; None for maps."""
     first = outputs[0]
@@ -239,7 +218,7 @@ def compare(row: Row, case: Case, nets: Mapping[str, nn.Module]) -> None:
         expected = oracle.spikes(nets["source"], case, x) if seed == 1 else {}
         first = scores(oracle.run(nets["source"], x), SAMPLES)
         for name, made in nets.items():
-            if name in ("source", "exact", "1"):
+            if name in ("source", "1"):
                 continue
 
             def predictions(x: Tensor = x, made: nn.Module = made, name: str = name, first: Tensor | None = first) -> None:

@@ -13,12 +13,6 @@ COUNTED = (
     *("model", "input", "convs", "converted", "refused", "drive a neuron", "of these converted"),
     *("affinely", "of these converted", "k=1", "definition"),
 )
-ONCE = (
-    'A still image that the net repeats T times is one frame: with `policy="exact"` all that is alike for every step runs '
-    "once. *MACs* and *once*: multiply-accumulates a sample of these layers in the source and there; their ratio is T. "
-    "*output*: against the source, bit for bit, with `fuse=False`. *speed*: of the whole net, fused."
-)
-EXACT = ("model", "T", "layers", "MACs", "once", "output", "speed")
 TIMED = (
     *("model", "eager ms", *(f"k={k}" for k in KS)),
     *(f"{what}, k={k}" for what in ("same class", "spikes in common") for k in KS if k > 1),
@@ -62,14 +56,6 @@ def measured(row: Row) -> list[str]:
         f"{100 * found[str(k)]:.0f} %" if str(k) in found else "-" for found in (row.argmax, row.spikes) for k in KS if k > 1
     ]
     return [f"`{row.name}`", f"{eager:.0f}" if eager else "-", *speed, *alike]
-
-
-def repeated(row: Row) -> list[str]:
-    """What the policy "exact" saves in a net whose image is one frame T times."""
-    before, after = row.exact["before"], row.exact["after"]
-    speed = f"{row.ms['source'] / row.ms['exact']:.2f}x" if "exact" in row.ms else "-"
-    macs = [f"{count / 1e6:.4g} M" for count in (before, after)]
-    return [f"`{row.name}`", f"{before / after:.3g}", str(row.exact["layers"]), *macs, row.exact["unfused"], speed]
 
 
 def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
@@ -131,7 +117,6 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
     if not result["seconds"]:
         speed = "Speed was not measured"
     timed = [r for r in converted if r.ms or r.spikes]
-    still = [r for r in converted if r.exact]
     lines += [
         "## How fast, and how alike",
         "",
@@ -141,7 +126,6 @@ def page(rows: Sequence[Row], result: dict[str, Any]) -> str:
         "",
         *table(TIMED, [measured(r) for r in timed]),
         "",
-        *(["## Repeated frames", "", ONCE, "", *table(EXACT, [repeated(r) for r in still]), ""] if still else []),
         "## Why",
         "",
         "The first layer of each model that was refused with a code, and what was found there.",

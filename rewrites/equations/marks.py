@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sj_tac import host
-from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, MARK, emit, replace
+from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, MARK, RESHAPES, WANTED_IN_INT8, emit, replace
 from sj_tac.rewrites.equations.sink import commute
 
 
@@ -21,6 +21,23 @@ def powers(decay: Any, k: int, like: Tensor) -> Tensor:
     if isinstance(decay, Tensor):
         return decay.to(wide) ** exponents
     return torch.full((k,), decay, dtype=wide, device=like.device) ** exponents
+
+
+def want_int8(graph: Graph, layers: Container[str]) -> None:
+    """Note on convolutions behind marks that their layer was asked to run in int8 (``integers``)."""
+    for node in graph.nodes:
+        if node.target is MARK and node.args[5] in layers:
+            for reader in _readers(node):
+                reader.meta[WANTED_IN_INT8] = node.args[5]
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Yield what reads a node through reshapes."""
+    for reader in node.users:
+        if reader.target in RESHAPES:
+            yield from _readers(reader)
+        else:
+            yield reader
 
 
 def replace_marks(graph: Graph, settings: Mapping[str, tuple[int, str, bool]]) -> None:

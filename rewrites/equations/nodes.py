@@ -30,6 +30,10 @@ RESHAPES = {
 POOLS = {F.max_pool2d, F.avg_pool2d, torch.max_pool2d}
 # In a node's meta: no equation may match the node, because the graph writes into its memory or into that of an operand.
 FROZEN = "sj_tac_frozen"
+# In the meta of a convolution: its layer's name, which was asked to run in int8.
+WANTED_IN_INT8 = "sj_tac_int8"
+# What a node has of the one that it was made for.
+_KEPT = "nn_module_stack", "stack_trace", WANTED_IN_INT8
 
 
 def is_frozen(*nodes: Any) -> bool:
@@ -101,7 +105,9 @@ def emit(
     kind = "call_method" if isinstance(target, str) else "call_function"
     with before.graph.inserting_before(before):
         node = before.graph.create_node(kind, target, args, kwargs or {})
-    node.meta.update({key: before.meta[key] for key in ("nn_module_stack", "stack_trace") if key in before.meta})
+    node.meta.update(
+        {key: before.meta[key] for key in ("nn_module_stack", "stack_trace", WANTED_IN_INT8) if key in before.meta}
+    )
     call: Callable[..., Any] = getattr(Tensor, target) if isinstance(target, str) else target
     fakes = [n.meta["example_value"] for n in node.all_input_nodes]
     fake = next((x for x in fakes if isinstance(x, Tensor)), None)

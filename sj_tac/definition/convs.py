@@ -36,7 +36,8 @@ class Sharing:
         weights: "decay": ``w_j = beta^(k-1-j) / S_k``; "uniform": ``1 / k``; "learned": the softmax of
             ``tac_logits`` [k / stretch]. ``S_k`` is ``1 + beta + .. + beta^(k-1)``.
         normalize: weights sum to 1. False is the paper's form, without ``/ S_k``.
-        dtype: that its convolution computes in, and its result is rounded to; None for the input's.
+        dtype: that its convolution computes in, and its result is rounded to; None for the input's. int8 is a kernel's
+            matter (rewrites/equations/integers.py): the definition computes in the input's.
         gate: of the net whose calls are captured (rewrites/gate.py); None if none are.
     """
 
@@ -158,9 +159,15 @@ class SharedConv(Matchable):
     def _own(self, x: Tensor, rest: Any, kwargs: dict[str, Any], plain: bool = False) -> Tensor:
         """Return the convolution itself, in the dtype that it is to compute in."""
         dtype = self.sharing.dtype
-        # Under autocast each layer is told its dtype anyway.
+        # Under autocast, and in a net of another dtype, each layer is told its dtype anyway.
         is_told = torch.is_autocast_enabled(x.device.type)
-        if dtype is not None and x.dtype is torch.float32 and not is_told and torchs_own(self) is not None:
+        if (
+            dtype is not None
+            and dtype.is_floating_point
+            and x.dtype is torch.float32
+            and not is_told
+            and torchs_own(self) is not None
+        ):
             return rounded(self, x, dtype)
         made: Tensor = plainly(self, x) if plain else super().forward(x, *rest, **kwargs)
         return made

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
@@ -36,12 +34,15 @@ class Unknown(nn.Module):
 
 # Classes that were registered.
 _LEARNED: set[type[nn.Module]] = set()
+# What was found of classes. It keeps classes that a program makes at run time alive, which live long anyway.
+_METHODS: dict[type[nn.Module], frozenset[str]] = {}
+_FOUND: dict[type[nn.Module], tuple[type[nn.Module] | None, frozenset[str]]] = {}
 
 
 def know(cls: type[nn.Module]) -> None:
     """Count a class among the known ones from now on."""
     _LEARNED.add(cls)
-    _known.cache_clear()
+    _FOUND.clear()
 
 
 def kind(module: nn.Module) -> type[nn.Module]:
@@ -52,11 +53,11 @@ def kind(module: nn.Module) -> type[nn.Module]:
     own class, or ``Unknown`` where attributes of the instance hide methods (``module.forward = ...``).
     """
     own = type(module)
-    known, added = _known(own)  # type: ignore[arg-type]
+    known, added = _known(own)
     if known is None:
         return own
     held = module.__dict__
-    if any(name in known_methods(known) for name in held):  # type: ignore[arg-type]
+    if any(name in known_methods(known) for name in held):
         return Unknown
     hidden = (held.get("_parameters"), held.get("_buffers"), held.get("_modules"), held.get("_memories"))
     if added and any(name in names for names in hidden if names for name in added):
@@ -64,9 +65,15 @@ def kind(module: nn.Module) -> type[nn.Module]:
     return known
 
 
-@lru_cache(maxsize=1024)
-def _known(own: Any) -> tuple[type[nn.Module] | None, frozenset[str]]:
+def _known(own: type[nn.Module]) -> tuple[type[nn.Module] | None, frozenset[str]]:
     """The known class that ``own`` is or only constructs otherwise, and the names that the classes between add."""
+    # Not functools.lru_cache: torch.compile, which may look in here, warns of one.
+    if own not in _FOUND:
+        _FOUND[own] = _look(own)
+    return _FOUND[own]
+
+
+def _look(own: type[nn.Module]) -> tuple[type[nn.Module] | None, frozenset[str]]:
     added: set[str] = set()
     for cls in own.__mro__:
         if cls in types.KNOWN or cls in _LEARNED:
@@ -89,17 +96,14 @@ def _exists(cls: type, name: str) -> bool:
     return any(name in vars(base) for base in cls.__mro__)
 
 
-@lru_cache(maxsize=256)
-def known_methods(known: Any) -> frozenset[str]:
+def known_methods(known: type[nn.Module]) -> frozenset[str]:
     """Names of everything that can be called in a class: an attribute of the instance by such a name would hide it."""
-    names: set[str] = set()
-    for cls in known.__mro__:
-        names |= {
-            name for name, member in vars(cls).items() if isinstance(member, (FunctionType, classmethod, staticmethod))
-        }
-    return frozenset(names)
+    if known not in _METHODS:
+        members = [item for cls in known.__mro__ for item in vars(cls).items()]
+        _METHODS[known] = frozenset(name for name, m in members if isinstance(m, (FunctionType, classmethod, staticmethod)))
+    return _METHODS[known]
 
 
 def known_class(own: type[nn.Module]) -> type[nn.Module]:
     """The known class that a class is or only constructs otherwise; itself where there is none."""
-    return _known(own)[0] or own  # type: ignore[arg-type]
+    return _known(own)[0] or own

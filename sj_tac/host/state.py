@@ -46,7 +46,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def is_at_rest(node: Any) -> bool:
     """True where the neuron has not run since its reset: its voltage is still the number it is reset to, the resting one."""
-    voltage = node._memories["v"]
+    voltage, rest = node._memories["v"], node.v_reset
+    if isinstance(rest, Tensor) and rest.numel() != 1:
+        return False
     return isinstance(voltage, (float, int)) and voltage == resting_voltage(node)
 
 

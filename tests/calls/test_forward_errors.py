@@ -108,6 +108,8 @@ def test_another_model_that_a_forward_asks_is_no_part_of_it():
 
 
 @pytest.mark.exhaustive
+# torch asks a tensor for a gradient that it then warns about.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_what_torch_compile_made_of_forward_is_looked_into():
     kind = type("Compiled", (Base,), {"forward": torch.compile(Plain.forward, backend="eager")})
     assert verdicts(made(kind), X) == verdicts(made(Plain), X)

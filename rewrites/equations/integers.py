@@ -1,0 +1,341 @@
+"""``conv(sums / S) = scale * (w8 * sums) + shift``: convolutions of whole numbers run in int8, without gradients.
+
+Spikes are 0 or 1, so sums of them by whole weights are whole numbers, and a uint8 holds them. What is rounded is the weight
+of the convolution alone (kernels/cpu/int8.py). Whole numbers stay whole through
+
+    fire(.., sums), AvgPool inside of it           numbers up to S, and S times the pool's area
+    reshapes, expand, cat                          the same numbers
+    a + b                                          of the same S: as many spikes deep as both
+    aggregate(a + b) = aggregate(a) + aggregate(b)
+    fire(..) + b = fire(.., joined=b)              nobody else reads the spikes
+
+and what reads them as frames gets ``sums / S`` in float32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sj_tac import host
+from sj_tac.definition.ops import groups
+from sj_tac.kernels.cpu import aggregate as on_cpu, int8
+from sj_tac.kernels.cpu.int8 import LEAST_CHANNELS, LEAST_TERMS, MOST, whole_sums, whole_weights
+from sj_tac.kernels.pools import AVG_POOL
+from sj_tac.rewrites.equations.fuse import fire
+from sj_tac.rewrites.equations.nodes import (
+    ADDS,
+    AGGREGATE,
+    EXPAND,
+    RESHAPES,
+    WANTED_IN_INT8,
+    argument,
+    dtype,
+    each,
+    emit,
+    is_frozen,
+    is_tensor,
+    only_reader,
+    replace,
+    same,
+    shape,
+    through_reshapes,
+)  # fmt: skip
+
+# By how much a frame's share of a sum may be off before a layer stays in float32.
+OFF = 0.02
+
+
+class Whole(NamedTuple):
+    """What a node's numbers are: whole ones, over S and the area of a pool.
+
+    Attributes:
+        depth: the most spikes that one of them adds up at a step. area: of the AvgPools behind them.
+        sums: (weights, by, steps) of the aggregate that summed them over groups; None for frames.
+    """
+
+    depth: int
+    area: int = 1
+    sums: tuple[Any, ...] | None = None
+
+    def fits(self, other: Whole | None) -> bool:
+        """Return whether numbers may be added, or stand beside each other."""
+        return other is not None and self.area == other.area and same(self.sums or (), other.sums or ())
+
+
+def in_int8(graph: Graph) -> None:
+    """Run in int8 the layers that were asked to, where what they read is known to be whole numbers.
+
+    ``graph.sj_tac_int8``: by layer, why it is not run so; empty where it is.
+    """
+    wanted = {node: node.meta[WANTED_IN_INT8] for node in graph.nodes if WANTED_IN_INT8 in node.meta and is_layer(node)}
+    found: dict[str, str] = {}
+    graph.sj_tac_int8 = found  # type: ignore[attr-defined]
+    layers: dict[Node, Whole] = {}
+    for node, layer in wanted.items():
+        whole = _whole(node.args[0])
+        found[layer] = _problem(node, whole)
+        if whole is not None and not found[layer]:
+            layers[node] = whole
+    top = _agreed(layers, found, wanted)
+    if not layers:
+        return
+    for node in each(graph):  # what was contiguous may be in channels_last behind a convolution in int8
+        if node.target == "view" and not is_frozen(node) and not any(isinstance(a, torch.dtype) for a in node.args):
+            node.target = "reshape"
+    _Rewriting(graph, top).run(layers)
+
+
+def is_layer(node: Node) -> bool:
+    """Return whether a node is a convolution or a Linear."""
+    return node.target in (torch.conv1d, torch.conv2d, torch.conv3d, F.linear)
+
+
+def _problem(node: Node, whole: Whole | None) -> str:
+    """Return why a layer does not run in int8; empty if it does."""
+    weight, inputs = argument(node, 1, "weight"), node.args[0]
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if node.meta["example_value"].device.type != "cpu":
+        return "int8 runs on a CPU alone"
+    if is_frozen(node, inputs) or not dtype(node) is dtype(weight) is torch.float32:
+        return f"it computes in {dtype(node)}, or its memory is written into"
+    if node.target not in (torch.conv2d, F.linear) or isinstance(argument(node, 4, "padding", 0), str):
+        return "only Conv2d and Linear with a padding in numbers run in int8"
+    if node.target is torch.conv2d and argument(node, 6, "groups", 1) != 1:
+        return "a convolution in groups is no faster in int8"
+    outputs, channels, *kernel = shape(weight)
+    terms = channels * torch.Size(kernel).numel()
+    if terms < LEAST_TERMS or min(outputs, channels) < LEAST_CHANNELS:
+        return f"its weight {list(shape(weight))} is too small for int8 to be faster"
+    if whole is None:
+        return "what it reads is not known to be spikes, or sums of them"
+    return ""
+
+
+def _whole(node: Any) -> Whole | None:
+    """Return what is known of a node's numbers; None if they need not be whole."""
+    if not is_tensor(node) or is_frozen(node) or dtype(node) is not torch.float32:
+        return None
+    if node.target is operator.getitem and node.args[0].target is fire and node.args[1] == 0:
+        return _of_fire(node.args[0])
+    if node.target in RESHAPES or node.target is EXPAND:
+        return _whole(node.args[0])
+    if node.target is torch.cat:
+        first, *rest = map(_whole, node.args[0])
+        if first is None or not all(first.fits(one) for one in rest):
+            return None
+        return first._replace(depth=max(one.depth for one in (first, *rest) if one is not None))
+    if node.target in ADDS and not node.kwargs and all(is_tensor(a) and shape(a) == shape(node) for a in node.args):
+        a, b = map(_whole, node.args)
+        return None if a is None or b is None or not a.fits(b) else a._replace(depth=a.depth + b.depth)
+    if node.target is AGGREGATE and node.args[4] == "normalized":
+        x, weights, by, steps, _ = node.args
+        of = _whole(x)
+        return None if of is None or of.sums is not None else of._replace(sums=(tuple(weights), by, steps))
+    return None
+
+
+def _of_fire(node: Node) -> Whole | None:
+    o = node.kwargs
+    if is_frozen(node) or node.meta["example_value"][0].device.type != "cpu":
+        return None
+    kind, *window = o["pool"] or (0,)
+    area = window[0] * window[1] if kind == AVG_POOL else 1
+    if o["sums"] is None:
+        return Whole(1, area)
+    _, weights, by, form = o["sums"]
+    return Whole(1, area, (weights, by, o["steps"])) if form == "normalized" else None
+
+
+def _agreed(layers: dict[Node, Whole], found: dict[str, str], wanted: dict[Node, str]) -> int:
+    """Return the largest S for all layers, and leave out those whose sums would not fit into eight bits with it."""
+    while layers:
+        deepest = max(layers, key=lambda node: layers[node].depth * layers[node].area)
+        top = MOST // (layers[deepest].depth * layers[deepest].area)
+        off = [node for node, whole in layers.items() if top < 1 or _off(whole, top) > OFF]
+        if not off:
+            return top
+        left = deepest if layers[deepest].depth * layers[deepest].area > 1 else off[0]
+        whole = layers.pop(left)
+        found[wanted[left]] = f"its sums, of up to {whole.depth * whole.area} spikes a step, would not fit into eight bits"
+    return 1
+
+
+def _off(whole: Whole, top: int) -> float:
+    """Return by how much frames' shares are off at most, as far as is known before a call."""
+    if whole.sums is None or whole.sums[1] is not None:
+        return 0.0
+    return whole_weights((whole.sums[0],), top)[2]
+
+
+def _scale(sums: tuple[Any, ...] | None, area: int, top: int) -> int:
+    if sums is None:
+        return area
+    weights, by, steps = sums
+    return area * whole_sums(weights, by, steps, top)[1]
+
+
+def real(x: Tensor, sums: tuple[Any, ...] | None, area: int, top: int) -> Tensor:
+    """Return frames in float32 of whole numbers."""
+    scale = _scale(sums, area, top)
+    return x.float() if scale == 1 else x.float() / scale
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of whole numbers."""
+    return a + b
+
+
+def aggregate(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: int, top: int) -> Tensor:
+    """Return whole sums of groups of frames of whole numbers."""
+    k = len(weights) if by is None else by.shape[0]
+    frames = x if x.shape[0] == steps else x.unflatten(0, (steps, -1))
+    out = on_cpu.forward(frames, whole_sums(weights, by, steps, top)[0], k)
+    return out if frames is x else out.flatten(0, 1)
+
+
+def _layer(node: Node, top: int) -> Callable[..., Tensor]:
+    """Return what runs a layer in int8."""
+
+    def pair(x: Any) -> tuple[int, int]:
+        return (x, x) if isinstance(x, int) else tuple(x)
+
+    norms = host.Affine()
+    if node.target is F.linear:
+        run: int8.Operator = int8.Linear()
+    else:
+        given = (argument(node, 3, "stride", 1), argument(node, 4, "padding", 0), argument(node, 5, "dilation", 1))
+        run = int8.Convolution(*map(pair, given))
+
+    def layer_in_int8(x: Tensor, weight: Tensor, bias: Any, norm: Any, sums: tuple[Any, ...] | None, area: int) -> Tensor:
+        pair = None if norm is None else norms.of(norm[-1], *norm[:-1])
+        return run(x, weight, bias, _scale(sums, area, top), pair)
+
+    return layer_in_int8
+
+
+class _Rewriting:
+    """Builds, beside frames in float32, the whole numbers that layers read; what nobody reads then goes."""
+
+    def __init__(self, graph: Graph, top: int) -> None:
+        self.graph, self.top = graph, top
+        self._made: dict[Any, Node] = {}
+        self._roots: list[Node] = []  # spikes of each fire that writes whole numbers
+
+    def run(self, layers: dict[Node, Whole]) -> None:
+        for node, whole in layers.items():
+            x = self.numbers(node.args[0])
+            reader, norm = only_reader(node), None
+            if reader is not None and reader.target is fire and through_reshapes(reader.kwargs["y"]) is node:
+                norm, reader.kwargs = reader.kwargs["norm"], {**reader.kwargs, "norm": None}
+            given = (x, argument(node, 1, "weight"), argument(node, 2, "bias"), norm, whole.sums, whole.area)
+            fake = node.meta["example_value"]
+            replace(node, emit(node, _layer(node, self.top), given, made=lambda fake=fake: torch.empty_like(fake)))
+        for spikes in self._roots:
+            _sweep(self.graph)
+            self._absorb(spikes)
+        _sweep(self.graph)
+        for spikes in self._roots:
+            self._join(spikes)
+
+    def numbers(self, node: Node) -> Node:
+        """Return the node of a node's whole numbers."""
+        if node not in self._made:
+            self._made[node] = self._build(node)
+        return self._made[node]
+
+    def _build(self, node: Node) -> Node:
+        if node.target is operator.getitem:
+            return self._root(node)
+        if node.target is AGGREGATE:
+            return self._aggregate(node, node.args[0], tuple(node.args[1]), *node.args[2:4])
+        if node.target in ADDS:
+            return self._like(node, add, tuple(map(self.numbers, node.args)))
+        if node.target is torch.cat:
+            return self._like(node, torch.cat, ([self.numbers(one) for one in node.args[0]], *node.args[1:]))
+        target = "reshape" if node.target == "view" else node.target
+        return self._like(node, target, (self.numbers(node.args[0]), *node.args[1:]))
+
+    def _like(self, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
+        """Emit what gives whole numbers of a node's shape."""
+        fake = node.meta["example_value"]
+        return emit(node, target, args, dict(node.kwargs), made=lambda: torch.empty_like(fake, dtype=torch.uint8))
+
+    def _root(self, spikes: Node) -> Node:
+        """Let a fire write whole numbers, and who reads its frames read them over S."""
+        node, whole = spikes.args[0], _whole(spikes)
+        assert whole is not None
+        node.kwargs = {**node.kwargs, "top": self.top}
+        readers, fake = list(spikes.users), spikes.meta["example_value"]
+        frames = emit(spikes.next, real, (spikes, whole.sums, whole.area, self.top), made=lambda: torch.empty_like(fake))
+        for reader in readers:
+            reader.replace_input_with(spikes, frames)
+        with fake.fake_mode:
+            spikes.meta["example_value"] = torch.empty_like(fake, dtype=torch.uint8)
+        self._roots.append(spikes)
+        self._made[frames] = spikes
+        return spikes
+
+    def _aggregate(self, node: Node, x: Node, weights: tuple[float, ...], by: Any, steps: Any) -> Node:
+        """aggregate(a + b) = aggregate(a) + aggregate(b)."""
+        key = (x, weights, by, steps)
+        if key not in self._made:
+            rows = through_reshapes(x)
+            if rows.target in ADDS and shape(rows) == shape(x):
+                parts = tuple(self._aggregate(node, part, weights, by, steps) for part in rows.args)
+                self._made[key] = self._like(node, add, parts)
+            else:
+                self._made[key] = self._like(node, aggregate, (self.numbers(x), weights, by, steps, self.top))
+        return self._made[key]
+
+    def _absorb(self, spikes: Node) -> None:
+        """aggregate(fire(..)) = fire(.., sums), where no other node reads the spikes."""
+        reader, node = only_reader(spikes), spikes.args[0]
+        if reader is None or reader.target is not aggregate or not same(reader.args[3], node.kwargs["steps"]):
+            return
+        _, weights, by, _, _ = reader.args
+        k = len(weights) if by is None else shape(by)[0]
+        node.kwargs = {**node.kwargs, "sums": (k, weights, by, "normalized")}
+        _move(reader, node)
+        sizes, fake = shape(spikes), spikes.meta["example_value"]
+        with fake.fake_mode:
+            spikes.meta["example_value"] = fake.new_empty((groups(sizes[0], k), *sizes[1:]))
+        replace(reader, emit(reader, "reshape", (spikes, (-1, *shape(reader)[1:]))))
+
+    def _join(self, spikes: Node) -> None:
+        """fire(..) + b = fire(.., joined=b), where no other node reads the spikes."""
+        reader, node = only_reader(spikes), spikes.args[0]
+        if reader is None or reader.target is not add:
+            return
+        part, other = reader.args if through_reshapes(reader.args[0]) is spikes else reversed(reader.args)
+        if through_reshapes(other) is spikes:
+            return
+        node.kwargs = {**node.kwargs, "joined": other}
+        _move(reader, node)
+        reshapes = [part]
+        while reshapes[0] is not spikes:
+            reshapes.insert(0, reshapes[0].args[0])
+        for moved in reshapes[1:]:
+            reader.prepend(moved)
+        replace(reader, part)
+
+
+def _move(before: Node, node: Node) -> None:
+    """Move a fire, and what takes its results apart, behind all that it reads now."""
+    for moved in (node, *node.users):
+        before.prepend(moved)
+
+
+def _sweep(graph: Graph) -> None:
+    """Erase what nobody reads any more of what is whole now, and of the frames beside it."""
+    own: Iterable[Any] = {add, aggregate, real, AGGREGATE, EXPAND, torch.cat} | ADDS | RESHAPES
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.target in own and not is_frozen(node):
+            graph.erase_node(node)
