@@ -48,6 +48,10 @@ def is_strict() -> bool:
     return os.environ.get("SJ_TAC_STRICT") == "1"
 
 
+class NewFactsError(Exception):
+    """A rewritten graph would need facts about sizes that its capture does not hold."""
+
+
 class Captured:
     """One graph of Dynamo's, and what was made of it.
 
@@ -78,6 +82,14 @@ class Captured:
         graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
         return {layer: why for graph in graphs for layer, why in getattr(graph, "sj_tac_int8", {}).items()}
 
+    def holds(self) -> bool:
+        """Return whether the graph serves today's settings for all sizes that it was captured for."""
+        try:
+            # Where no size varies there are no facts.
+            return not self._guards or self._find(self.capture.settings) is not None
+        except NewFactsError:
+            return False
+
     def __call__(self, *args: Any) -> Any:
         self.capture.ran += 1
         found = self.rewritten.get(self.capture.key)
@@ -94,8 +106,10 @@ class Captured:
         try:
             equations.run(gm, settings, self.capture.in_int8)
             if self.rewritten and _guards(gm) != self._guards:
-                raise RuntimeError("its shapes would need a guard that this capture does not have")
+                raise NewFactsError
             lower(gm, self.capture.launcher)
+        except NewFactsError:
+            raise
         except Exception as error:
             if is_strict():
                 raise
@@ -200,6 +214,8 @@ class Capture:
         key = *convs, *[(mean.steps, "uniform", True) for mean in self.means.values()]
         if key != getattr(self, "key", None):
             self.settings, self.key = dict(zip((*self.shared, *self.means), key, strict=True)), key
+            if not all(graph.holds() for graph in self.graphs):
+                self.forget()
 
     def forget(self) -> None:
         """Capture everything again when it is called next."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sj_tac.errors import PolicyError
+from sj_tac.errors import BackendFallbackWarning, PolicyError
 from sj_tac.kernels.cpu import int8
 from sj_tac.policy import SOURCE, Rule, Settings
 from sj_tac.rewrites.measure.measured import Shared
-from sj_tac.verdicts import Refusal
+from sj_tac.verdicts import Refusal, Verdict
 
 INT8 = "int8"
 # What Linux calls the instructions of processors, x86's and Arm's, that multiply in a dtype.
@@ -42,6 +44,7 @@ def decided(
     chains: Mapping[str, Shared | Refusal],
     resolved: Mapping[str, tuple[Settings, Rule | None]],
     source: str,
+    fused: bool,
 ) -> tuple[dict[str, Settings], dict[str, str]]:
     """Settings whose ``dtype`` is what a layer's convolution will run in; and by layer why that is not what was asked for.
 
@@ -54,7 +57,7 @@ def decided(
         if found.dtype != SOURCE:
             if not isinstance(chain, Shared) or found.mode == "keep":
                 found = found.model_copy(update={"dtype": SOURCE})
-            elif why := _impossible(model, name, found.dtype):
+            elif why := _impossible(model, name, found.dtype, fused):
                 if named:
                     raise PolicyError(f"{source}, rule for {name!r}: dtype: {found.dtype} is impossible there: {why}")
                 wide[name], found = why, found.model_copy(update={"dtype": SOURCE})
@@ -66,6 +69,29 @@ def decided(
     return settings, wide
 
 
+def wide(why: str) -> str:
+    """Return what a verdict says of a layer that computes in the net's dtype, although it was to compute in another."""
+    return f"in the net's dtype: {why}"
+
+
+def tell(asked: Mapping[str, str], converted: Collection[str]) -> None:
+    """Warn where no converted layer runs in int8 although all were to. asked: by layer, why it does not."""
+    why = {asked.get(name, "") for name in converted}
+    if len(why) == 1 and INT8 in (told := why.pop()):
+        warnings.warn(f"no layer runs in int8: {told}", BackendFallbackWarning, stacklevel=4)
+
+
+def as_captured(verdicts: Iterable[Verdict], graphs: Iterable[Any]) -> Iterator[Verdict]:
+    """Yield verdicts in the dtype that layers were captured in: in int8 where a graph runs them so."""
+    seen = [graph.float32() for graph in graphs]
+    for verdict in verdicts:
+        why = [found[verdict.layer] for found in seen if verdict.layer in found]
+        if verdict.dtype == INT8 and why and all(why):
+            detail = "; ".join(filter(None, (verdict.detail, wide(why[-1]))))
+            verdict = replace(verdict, dtype=SOURCE, detail=detail)
+        yield verdict
+
+
 def _weight(model: nn.Module, name: str) -> Tensor:
     return next(iter(model.get_submodule(name).parameters()))
 
@@ -75,12 +101,14 @@ def _kind(model: nn.Module, name: str) -> str:
     return "CPU" if device.type == "cpu" else f"device ({device})"
 
 
-def _impossible(model: nn.Module, name: str, dtype: str) -> str:
+def _impossible(model: nn.Module, name: str, dtype: str, fused: bool) -> str:
     """Why a convolution cannot run in ``dtype``, on any machine, or in int8 on this one; else empty."""
     module = model.get_submodule(name)
     if dtype == INT8:
         device = _weight(model, name).device
-        if problem := int8.problem() if device.type == "cpu" else f"int8 runs on a CPU, not on {device}":
+        if device.type != "cpu" or not fused:
+            return f"int8 runs on a CPU, not on {device}" if fused else "int8 is for kernels, and fuse=False has none"
+        if problem := int8.problem():
             return problem
     if not (hasattr(module, "_conv_forward") or isinstance(module, nn.Linear)):
         return f"it is a {type(module).__name__}, whose own forward would have to round"

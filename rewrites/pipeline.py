@@ -23,7 +23,7 @@ from sj_tac.errors import BackendError, ConversionError, ModelTypeError
 from sj_tac.kernels import backends, reference
 from sj_tac.kernels.fire import kernel_problem
 from sj_tac.policy import Policy
-from sj_tac.rewrites import decide
+from sj_tac.rewrites import decide, dtypes
 from sj_tac.rewrites.arguments import as_arguments
 from sj_tac.rewrites.corrections import MATCH, Correction, is_as_made, take_back
 from sj_tac.rewrites.decide import norms
@@ -108,6 +108,7 @@ def _made(plan: Plan, model: nn.Module, target: nn.Module, example_input: Any, e
         target.__dict__.pop(RECORD, None)
         undo(target)
         raise
+    dtypes.tell(plan.wide, plan.places)
     return target
 
 
@@ -200,6 +201,7 @@ def report(converted: nn.Module) -> Report:
         # What was seen before it was matched is told no more.
         notes = [*(note for note in notes if not note.startswith(AT_RISK)), record.matched]
     graphs = () if gate is None else tuple(gate.capture.graphs)
+    found = replace(found, verdicts=tuple(dtypes.as_captured(found.verdicts, graphs)))
     return replace(found, evidence=record.evidence, notes=tuple(notes), policy=policy_of(converted), graphs=graphs)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.errors import ConversionError, PolicyError, TraceError
+from sj_tac.kernels import reference
 from sj_tac.policy import SOURCE, Policy, Rule, Settings, as_policy, exactly
 from sj_tac.rewrites import dtypes
 from sj_tac.rewrites.arguments import as_arguments, check_arguments, described
@@ -100,7 +101,8 @@ def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
     check_arguments(model, arguments)
     try:
         on_cpu, arguments = _at_rest(model, arguments)
-        with _on_cpu():
+        # What the user had torch compile of the net would not meet the hooks that measure it.
+        with _on_cpu(), torch.compiler.set_stance("force_eager"):
             measured = measure(on_cpu, arguments, "linear" in layers)
     except (ConversionError, TraceError):
         raise
@@ -139,7 +141,9 @@ def make(looked: Looked, model: nn.Module, policy: Policy, backend: str, fused: 
         resolved |= {
             name: (Settings(mode="keep"), None) for name in resolved if not isinstance(model.get_submodule(name), linears)
         }
-    settings, wide = dtypes.decided(model, measured.convolutions, resolved, policy._source)
+    settings, wide = dtypes.decided(
+        model, measured.convolutions, resolved, policy._source, fused and backend != reference.NAME
+    )
     decision = decide(measured, model, settings)
     _check_exact_rules(resolved, decision, policy._source)
     return Plan(measured, settings, decision, looked.layers, backend, fused, wide, looked.given)
@@ -212,7 +216,7 @@ def _verdict(plan: Plan, name: str, kernels: Mapping[str, str]) -> Verdict:
         if plan.settings[name].weights == "mixed":
             why.append(f"mixed weights: {s.weights}")
         if name in plan.wide:
-            why.append(f"in the net's dtype: {plan.wide[name]}")
+            why.append(dtypes.wide(plan.wide[name]))
         return Verdict(
             name, "converted", s.mode, s.k, kernels.get(found.neurons[0], "reference"), None, "; ".join(why), "",
             before, after, dtype=s.dtype,

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sj_tac.rewrites.equations.fuse import fire
-from sj_tac.rewrites.equations.nodes import argument, dtype, each, is_frozen, only_reader, shape, through_reshapes
+from sj_tac.rewrites.equations.nodes import argument, dtype, each, is_frozen, only_reader, same, shape, through_reshapes
 
 # Multiplications of a drive up to which the kernel is no slower than a convolution and ``fire`` (benchmarks/first_layer.py),
 # and the channels that a tile of neurons has room for.
@@ -28,7 +28,7 @@ def first_layer(graph: Graph) -> None:
             continue
         conv = through_reshapes(node.kwargs["y"])
         operands = _operands(conv) if conv.target is torch.conv2d and only_reader(conv) is node else None
-        if operands and shape(conv)[1:] == shape(node.kwargs["y"])[-3:]:
+        if operands and same(tuple(shape(conv)[1:]), tuple(shape(node.kwargs["y"])[-3:])):
             x, *how = operands
             gone: Any = node.kwargs["y"]
             node.kwargs = {**node.kwargs, "y": x, "convolution": tuple(how)}

@@ -110,12 +110,12 @@ def _problem(node: Node, whole: Whole | None) -> str:
         return "only Conv2d and Linear with a padding in numbers run in int8"
     if node.target is torch.conv2d and argument(node, 6, "groups", 1) != 1:
         return "a convolution in groups is no faster in int8"
+    if whole is None:
+        return "what it reads is not known to be spikes, or sums of them"
     outputs, channels, *kernel = shape(weight)
     terms = channels * torch.Size(kernel).numel()
     if terms < LEAST_TERMS or min(outputs, channels) < LEAST_CHANNELS:
         return f"its weight {list(shape(weight))} is too small for int8 to be faster"
-    if whole is None:
-        return "what it reads is not known to be spikes, or sums of them"
     return ""
 
 
@@ -132,7 +132,7 @@ def _whole(node: Any) -> Whole | None:
         if first is None or not all(first.fits(one) for one in rest):
             return None
         return first._replace(depth=max(one.depth for one in (first, *rest) if one is not None))
-    if node.target in ADDS and not node.kwargs and all(is_tensor(a) and shape(a) == shape(node) for a in node.args):
+    if node.target in ADDS and not node.kwargs and all(is_tensor(a) and _alike(a, node) for a in node.args):
         a, b = map(_whole, node.args)
         return None if a is None or b is None or not a.fits(b) else a._replace(depth=a.depth + b.depth)
     if node.target is AGGREGATE and node.args[4] == "normalized":
@@ -140,6 +140,11 @@ def _whole(node: Any) -> Whole | None:
         of = _whole(x)
         return None if of is None or of.sums is not None else of._replace(sums=(tuple(weights), by, steps))
     return None
+
+
+def _alike(a: Node, b: Node) -> bool:
+    """Return whether two nodes' shapes are the same, whatever sizes vary."""
+    return same(tuple(shape(a)), tuple(shape(b)))
 
 
 def _of_fire(node: Node) -> Whole | None:
@@ -237,7 +242,7 @@ class _Rewriting:
                 norm, reader.kwargs = reader.kwargs["norm"], {**reader.kwargs, "norm": None}
             given = (x, argument(node, 1, "weight"), argument(node, 2, "bias"), norm, whole.sums, whole.area)
             fake = node.meta["example_value"]
-            replace(node, emit(node, _layer(node, self.top), given, made=lambda fake=fake: torch.empty_like(fake)))
+            replace(node, emit(node, _layer(node, self.top), given, made=lambda fake=fake: fake.new_empty(fake.shape)))
         for spikes in self._roots:
             _sweep(self.graph)
             self._absorb(spikes)
@@ -266,7 +271,7 @@ class _Rewriting:
     def _like(self, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
         """Emit what gives whole numbers of a node's shape."""
         fake = node.meta["example_value"]
-        return emit(node, target, args, dict(node.kwargs), made=lambda: torch.empty_like(fake, dtype=torch.uint8))
+        return emit(node, target, args, dict(node.kwargs), made=lambda: fake.new_empty(fake.shape, dtype=torch.uint8))
 
     def _root(self, spikes: Node) -> Node:
         """Let a fire write whole numbers, and who reads its frames read them over S."""
@@ -274,11 +279,11 @@ class _Rewriting:
         assert whole is not None
         node.kwargs = {**node.kwargs, "top": self.top}
         readers, fake = list(spikes.users), spikes.meta["example_value"]
-        frames = emit(spikes.next, real, (spikes, whole.sums, whole.area, self.top), made=lambda: torch.empty_like(fake))
+        frames = emit(spikes.next, real, (spikes, whole.sums, whole.area, self.top), made=lambda: fake.new_empty(fake.shape))
         for reader in readers:
             reader.replace_input_with(spikes, frames)
         with fake.fake_mode:
-            spikes.meta["example_value"] = torch.empty_like(fake, dtype=torch.uint8)
+            spikes.meta["example_value"] = fake.new_empty(fake.shape, dtype=torch.uint8)
         self._roots.append(spikes)
         self._made[frames] = spikes
         return spikes
@@ -288,7 +293,7 @@ class _Rewriting:
         key = (x, weights, by, steps)
         if key not in self._made:
             rows = through_reshapes(x)
-            if rows.target in ADDS and shape(rows) == shape(x):
+            if rows.target in ADDS and _alike(rows, x):
                 parts = tuple(self._aggregate(node, part, weights, by, steps) for part in rows.args)
                 self._made[key] = self._like(node, add, parts)
             else:
