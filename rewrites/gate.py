@@ -35,7 +35,7 @@ from sj_tac.definition.noted import NotedNorm
 from sj_tac.errors import BackendError, CaptureWarning, ConversionError
 from sj_tac.host import dispatch
 from sj_tac.kernels import backends
-from sj_tac.rewrites.capture import Capture
+from sj_tac.rewrites.capture import Capture, called
 
 _GLOBAL_HOOKS = [
     getattr(every_module, name)
@@ -63,7 +63,7 @@ class Gate:
         self.net, self.backend, self.capture = net, backend, Capture(net, backend)
         self._problems: dict[str, str] = {}
         self._was_inference, self._variables = False, dict(_VARIABLES)
-        self._lock, self._is_announced = threading.RLock(), False
+        self._lock = threading.RLock()
         self._watch()
 
     def _watch(self) -> None:
@@ -114,10 +114,10 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or getattr(ops.CAPTURE, "defined", False):
-            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return called(self.net, *args, **kwargs)
         # torch says so in every thread while one compiles; one that exports has modes of its own.
         if torch.compiler.is_compiling() and dispatch.is_transformed():
-            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return called(self.net, *args, **kwargs)
         before, ops.CAPTURE.inside = getattr(ops.CAPTURE, "inside", False), True
         try:
             # A net has one set of voltages, and Dynamo must not look at it while another thread's call writes it.
@@ -127,8 +127,6 @@ class Gate:
             ops.CAPTURE.inside = before
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_announced:
-            self.announce(self)
         inference = torch.is_inference_mode_enabled()
         if self._was_inference and not inference:
             self._leave_inference()
@@ -137,7 +135,7 @@ class Gate:
         if blocked:
             self.capture.tell(blocked)
         if blocked or self._no_kernels(args, kwargs):
-            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return called(self.net, *args, **kwargs)
         if not self._is_as_captured():
             self.capture.forget()
         self.capture.look()
@@ -151,7 +149,6 @@ class Gate:
 
     def announce(self, gate: Gate | None) -> None:
         """Let the net's convolutions know that its calls are captured, so that they say if a call goes around them."""
-        self._is_announced = gate is not None
         for sharing in self.capture.shared.values():
             sharing.gate = gate
 
@@ -203,7 +200,7 @@ def as_defined() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Return None, for a gate that is copied or pickled: the copy's first call makes a gate of its own (``Attach``)."""
+    """Return None, for a gate that is copied or pickled: the copy's first call makes a gate of its own (``FirstCall``)."""
 
 
 def _methods(kind: type) -> list[str]:
@@ -223,19 +220,19 @@ def _tensors(x: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(map(_tensors, x))
 
 
-class Attach:
-    """Forward pre-hook of a converted net: copies and unpickled nets, which have lost their gate, get one of their own."""
+class FirstCall:
+    """``_call_impl`` of a converted net: a copied or unpickled one, which has lost its gate, gets one of its own.
 
-    of_sj_tac: ClassVar[bool] = True
+    torch's modules are copied and pickled without their ``_compiled_call_impl``, and with all else that is set on them.
+    """
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self, net: nn.Module, backend: str) -> None:
+        self.net, self.backend = net, backend
 
-    def __call__(self, net: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and net._compiled_call_impl is None:
-            attach(net, self.backend).announce(
-                None
-            )  # this call runs as it is defined: none of its parts may say that it does
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or gate_of(self.net) is not None:
+            return called(self.net, *args, **kwargs)
+        return attach(self.net, self.backend)(*args, **kwargs)
 
 
 class Forget:
@@ -261,7 +258,7 @@ def attach(net: nn.Module, backend: str) -> Gate:
 def capture_calls(net: nn.Module, backend: str) -> None:
     """Let calls of a net, and of its copies, go through a gate, and run these kernels."""
     if gate_of(net) is None:
-        net.register_forward_pre_hook(Attach(backend))
+        net.__dict__["_call_impl"] = FirstCall(net, backend)
         attach(net, backend)
 
 
@@ -289,12 +286,12 @@ _REPLACED: dict[str, Callable[..., None]] = {"compile": keep_capture, "_replicat
 def detach(net: nn.Module) -> None:
     """Let a net's calls run its own forward again."""
     gate = gate_of(net)
-    for name in ("_compiled_call_impl", *_REPLACED):
+    for name in ("_compiled_call_impl", "_call_impl", *_REPLACED):
         net.__dict__.pop(name, None)
     if gate is not None:
         gate.announce(None)
     for number, hook in list(net._forward_pre_hooks.items()):
-        if isinstance(hook, (Attach, Forget)):
+        if isinstance(hook, Forget):
             del net._forward_pre_hooks[number]
 
 
