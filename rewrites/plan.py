@@ -28,23 +28,32 @@ DEEP = 3
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a net's layers become.
+class Looked:
+    """A model that was measured once, for any number of policies over the same kinds of ``layers``.
 
     Attributes:
-        measured: of the net. decision: of its layers under ``settings``. policy_layers: kinds of layers.
-        backend: as it was asked for. fused: whether calls are captured. wide: of layers that do not
-            compute in the dtype that they were to, why. given: whether the user gave the example.
+        given: whether the user gave the example.
     """
 
     measured: Measured
+    layers: tuple[str, ...]
+    given: bool
+
+
+@dataclass(frozen=True)
+class Plan(Looked):
+    """What a net's layers become.
+
+    Attributes:
+        decision: of its layers under ``settings``. backend: as it was asked for. fused: whether calls are captured.
+        wide: of layers that do not compute in the dtype that they were to, why.
+    """
+
     settings: dict[str, Settings]
     decision: Decision
-    policy_layers: tuple[str, ...]
     backend: str
     fused: bool
     wide: Mapping[str, str]
-    given: bool
 
     @property
     def places(self) -> dict[str, Place]:
@@ -76,20 +85,14 @@ class Plan:
             said = {key: value for key, value in settings if value != getattr(default, key)}
             match = exactly(name) if name in self.places else f"re:{re.escape(name)}"
             rules.append(Rule.model_validate({"match": match} | said | {"k": settings.k}))
-        return Policy(layers=self.policy_layers, default=default, rules=tuple(rules))
+        return Policy(layers=self.layers, default=default, rules=tuple(rules))
 
 
-@dataclass(frozen=True)
-class Looked:
-    """A model that was measured once, for any number of policies over the same kinds of layers."""
-
-    measured: Measured
-    layers: tuple[str, ...]
-    given: bool
-
-
-def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
+def look(model: nn.Module, layers: Sequence[str], example_input: Any, groups_too: bool = True) -> Looked:
     """Measure a model on an example, or on a usual shape that it takes. It is left as it was.
+
+    Args:
+        groups_too: measure what policies with collapses and mixed weights ask for.
 
     Raises:
         ConversionError: it does not run on the example, or takes none of the usual shapes.
@@ -101,7 +104,7 @@ def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
     try:
         on_cpu, arguments = _at_rest(model, arguments)
         with _on_cpu():
-            measured = measure(on_cpu, arguments, "linear" in layers)
+            measured = measure(on_cpu, arguments, "linear" in layers, groups_too)
     except (ConversionError, TraceError):
         raise
     except Exception as error:
@@ -122,7 +125,7 @@ def _at_rest(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[nn.Module, t
     """Return a copy of a model at rest, on the CPU, where measurements compare small tensors; and its arguments there."""
     with host.stack_for(model):
         if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers())):
-            made = fresh(model, hooks=False)
+            made = fresh(model)
         else:
             made = copy.deepcopy(model).cpu()
             arguments = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, arguments)
@@ -142,13 +145,15 @@ def make(looked: Looked, model: nn.Module, policy: Policy, backend: str, fused: 
     settings, wide = dtypes.decided(model, measured.convolutions, resolved, policy._source)
     decision = decide(measured, model, settings)
     _check_exact_rules(resolved, decision, policy._source)
-    return Plan(measured, settings, decision, looked.layers, backend, fused, wide, looked.given)
+    return Plan(**vars(looked), settings=settings, decision=decision, backend=backend, fused=fused, wide=wide)
 
 
 def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fused: bool) -> Plan:
     """Measure a model and decide under a policy. Changes nothing in ``model``."""
     checked = as_policy(policy, k)
-    return make(look(model, checked.layers, example_input), model, checked, backend, fused)
+    said: list[Settings | Rule] = [checked.default, *checked.rules]
+    groups_too = any(s.mode == "collapse" or s.weights == "mixed" for s in said)
+    return make(look(model, checked.layers, example_input, groups_too), model, checked, backend, fused)
 
 
 def all_single(settings: Mapping[str, Settings]) -> bool:

@@ -13,7 +13,8 @@ from sj_tac import host
 from sj_tac.definition import convs
 from sj_tac.definition.frames import Rule
 from sj_tac.definition.noted import is_norm
-from sj_tac.rewrites.measure import codes, groups, steps
+from sj_tac.rewrites.measure import groups, steps
+from sj_tac.rewrites.measure.codes import Coded
 from sj_tac.rewrites.measure.drives import compare
 from sj_tac.rewrites.measure.likeness import likeness
 from sj_tac.rewrites.measure.neurons import Layout
@@ -104,19 +105,20 @@ class Measured:
         return {name: found.sharing(k, net) for name, found in chosen.items()}
 
 
-def measure(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> Measured:
+def measure(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False, groups_too: bool = True) -> Measured:
     """Measure a net on an example. It is left as it was, its hooks do not run, and the random stream does not move.
 
     Args:
         arguments: of its forward; a batch of two or more samples, so that the order of folded rows can be seen.
         linears: plan Linear layers too.
+        groups_too: find ``alike``, which takes two forwards and which collapses and mixed weights alone ask for.
     """
 
     def looks_at(module: nn.Module) -> bool:
         return is_convolution(module) or (linears and isinstance(module, nn.Linear))
 
     with undisturbed(net):
-        return _Planner(net, arguments, looks_at).run()
+        return _Planner(net, arguments, looks_at).run(groups_too)
 
 
 class _Planner:
@@ -124,17 +126,17 @@ class _Planner:
         self.net, self.arguments, self.looks_at = net, arguments, looks_at
         self.found = Measured()
 
-    def run(self) -> Measured:
+    def run(self, groups_too: bool) -> Measured:
         surveyed, found = survey(self.net, self.arguments, self.looks_at), self.found
         hooked = [n or type(m).__name__ for n, m in self.net.named_modules() if m._forward_hooks or m._forward_pre_hooks]
         if hooked:
             found.notes.append(f"planned without the hooks of {hooked[:3]}: one that changes data makes another net of it")
-        found.neurons, found.others = surveyed.neurons, surveyed.others
-        coded = codes.code(self.net, self.arguments, surveyed.neurons, self.looks_at)
+        found.neurons, found.others, found.calls = surveyed.neurons, surveyed.others, surveyed.calls
+        coded = Coded(self.net, self.arguments, surveyed.neurons, self.looks_at)
         for name, module in self.net.named_modules():
             if self.looks_at(module) and name not in surveyed.neurons:
                 found.convolutions[name] = self._first_look(name, module, surveyed, coded)
-        found.sources, found.pools, found.calls = coded.sources, coded.pools, surveyed.calls
+        found.sources, found.pools = coded.sources, coded.pools
         found.kinds = {n: type(self.net.get_submodule(n)).__qualname__ for n in found.neurons}
         found.norms = tuple(n for n, m in self.net.named_modules() if is_norm(m) and n in surveyed.calls)
         found.macs = {n: m for n, outs in coded.outputs.items() if (m := self._macs(n, surveyed, outs)) is not None}
@@ -142,11 +144,12 @@ class _Planner:
         self._are_alike(surveyed)
         self._find_steps(surveyed)
         self._compare_drives()
-        layouts = {name: shared.layout for name, shared in found.shared.items()}
-        found.alike = groups.alike(self.net, self.arguments, found.neurons, layouts)
+        if groups_too:
+            layouts = {name: shared.layout for name, shared in found.shared.items()}
+            found.alike = groups.alike(self.net, self.arguments, found.neurons, layouts)
         return found
 
-    def _first_look(self, name: str, module: nn.Module, surveyed: Survey, coded: codes.Coded) -> Shared | Refusal:
+    def _first_look(self, name: str, module: nn.Module, surveyed: Survey, coded: Coded) -> Shared | Refusal:
         calls, driven = surveyed.calls.get(name, 0), coded.driven.get(name, [])
         if not calls:
             return Refusal(Reason.NEVER_CALLED, "it is never called as a module")
@@ -271,7 +274,7 @@ class _Planner:
         ]  # fmt: skip
         if not unsure:
             return
-        coded = codes.code(self.net, arguments, seen.neurons, self.looks_at)
+        coded = Coded(self.net, arguments, seen.neurons, self.looks_at)
         for name in unsure:
             found = self.found.shared[name]
             leads = _leads(self.net.get_submodule(name), coded.outputs[name][0])
