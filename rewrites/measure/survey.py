@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from sj_tac import host
 from sj_tac.definition import neurons
+from sj_tac.definition.frames import shapes_of
 from sj_tac.rewrites.arguments import copied
 from sj_tac.rewrites.measure import decays
 from sj_tac.rewrites.measure.neurons import Layout, find_layout, is_refuted
 from sj_tac.rewrites.measure.runs import Call, first, fresh, is_convolution
-from sj_tac.rewrites.measure.steps import shapes_of
 
 
 @dataclass
@@ -43,13 +43,12 @@ class Survey:
     """What one run shows.
 
     Attributes:
-        neurons: by name, in the order of their first calls. others: why a module that was tried is no neuron.
-        calls: how often each module was called. inputs: of each convolution, what each of its calls was given.
+        neurons: by name, in the order of their first calls. calls: how often each module was called.
+        inputs: of each convolution, what each of its calls was given.
         shapes: of each module around convolutions, the shapes of the tensors that its one call was given.
     """
 
     neurons: dict[str, Neuron] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -111,17 +110,16 @@ class _Surveyor:
     def _after(self, name: str, module: nn.Module, output: Any) -> None:
         call, found, out = self._open.pop(), self.found, first(output)
         if name in found.neurons:
-            found.neurons[name].outputs.append(_detached(output))
+            found.neurons[name].outputs.append(copied(output))
         if call is None or out is None or any(n.startswith(f"{name}.") for n in found.neurons):
             return
         is_registered = host.is_registered_neuron(module)
         layout, decay = self._look(call, out, is_registered)
         if isinstance(layout, str):
             if not is_registered or is_refuted(layout):
-                found.others[name] = layout
                 return
             layout = _known_layout(module, call.x)  # its class tells
-        neuron = found.neurons[name] = Neuron(name, layout, call.x, [_detached(output)], is_known=is_registered)
+        neuron = found.neurons[name] = Neuron(name, layout, call.x, [copied(output)], is_known=is_registered)
         if decay is not None:
             neuron.decay, neuron.spread = decay
 
@@ -165,7 +163,3 @@ def _key(call: Call) -> Hashable:
         tensors = [*module._parameters.values(), *module._buffers.values()]
         parts += [tuple(t.detach().flatten()[:64].tolist()) for t in tensors if t is not None]
     return tuple(parts)
-
-
-def _detached(values: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)
