@@ -11,7 +11,7 @@ import itertools
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -60,31 +60,31 @@ class Captured:
         self.rewritten: dict[Any, GraphModule] = {}
         self.problem = ""
         self._guards = _guards(gm)
-        self._find(capture.settings)
+        self._find()
 
     @property
     def code(self) -> str:
         """The Python of the graph that runs under today's settings."""
-        return self._find(self.capture.settings).code
+        return self._find().code
 
     def neurons(self) -> tuple[set[str], set[str]]:
         """Return the names of its neurons: those that are kernels under today's settings, and those that are not."""
-        lowered = {_module(n) for n in self._find(self.capture.settings).graph.nodes if hasattr(n.target, "is_fire")}
+        lowered = {_module(n) for n in self._find().graph.nodes if hasattr(n.target, "is_fire")}
         return lowered, {_module(n) for n in self.gm.graph.nodes if n.target is NEURON} - lowered
 
     def __call__(self, *args: Any) -> Any:
         self.capture.ran += 1
+        return self._find().forward(*args)
+
+    def _find(self) -> GraphModule:
+        """Return the graph under today's settings, rewritten for them once."""
         found = self.rewritten.get(self.capture.key)
-        return (found or self._find(self.capture.settings)).forward(*args)
+        if found is None:
+            found = self.rewritten[self.capture.key] = self._rewrite()
+        return found
 
-    def _find(self, settings: Mapping[str, Any]) -> GraphModule:
-        key = self.capture.key
-        if key not in self.rewritten:
-            self.rewritten[key] = self._rewrite(settings)
-        return self.rewritten[key]
-
-    def _rewrite(self, settings: Mapping[str, Any]) -> GraphModule:
-        gm = copied(self.gm)
+    def _rewrite(self) -> GraphModule:
+        gm, settings = copied(self.gm), self.capture.settings
         try:
             equations.run(gm, settings)
             if self.rewritten and _guards(gm) != self._guards:

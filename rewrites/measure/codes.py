@@ -71,8 +71,8 @@ class Coded:
         self.driven: dict[str, list[str]] = {}
         self.sources: dict[str, set[str]] = {}
         self.pools: dict[str, str] = {}
-        # (neuron, its sums without code and with each digit)
-        self._drives: list[tuple[str, list[Tensor]]] = []
+        # (neuron, its drives with random signs, for each digit of a code and for none: the powers of two)
+        self._drives: list[tuple[str, Tensor, list[Tensor]]] = []
         self._gradients: dict[str, list[tuple[Tensor | None, ...]]] = {}
         # Nodes of the graph: of each neuron's spikes; what each MaxPool reads and makes; what is in front of a module.
         self._spikes: dict[str, Any] = {}
@@ -116,11 +116,11 @@ class Coded:
 
     def _differentiate(self, outputs: list[Tensor], neuron: str | None = None) -> list[tuple[Tensor | None, ...]]:
         """Return, for each output, its gradients of the sums without code and with each digit."""
-        sums = [s for n, s in self._drives if neuron in (None, n)]
-        digits = [
-            torch.autograd.grad(torch.stack(of).sum(), outputs, retain_graph=True, allow_unused=True)
-            for of in zip(*sums, strict=True)
-        ]
+        signed, powers = zip(*[(u, powers) for n, u, powers in self._drives if neuron in (None, n)], strict=True)
+        digits = []
+        for of in zip(*powers, strict=True):
+            codes = [power.expand(u.shape) for u, power in zip(signed, of, strict=True)]
+            digits.append(torch.autograd.grad(signed, outputs, codes, retain_graph=True, allow_unused=True))
         return list(zip(*digits, strict=True))
 
     def _read(self, plain: Tensor, coded: list[Tensor], leads: int) -> Layout | Refusal:
@@ -216,8 +216,7 @@ class Coded:
         codes = [torch.zeros(1, dtype=torch.long)]
         for places, digits in zip(neuron.layout.places(u), (self._step_digits, self._sample_digits), strict=True):
             codes += [places // self._base**i % self._base for i in range(digits)]
-        signed = u * signs
-        self._drives.append((name, [(signed * 2.0 ** c.to(u.dtype)).sum() for c in codes]))
+        self._drives.append((name, u * signs, [2.0 ** c.to(u) for c in codes]))
         for convolution in _made_of(u, through=True) - self.neurons.keys() - {INPUT}:
             driven = self.driven.setdefault(convolution, [])
             if name not in driven:
@@ -225,7 +224,7 @@ class Coded:
 
     def _awake(self, x: Any) -> Any:
         """Return random spikes in place of those of a neuron that is silent, or never is: products with 0 hide a path."""
-        if not isinstance(x, Tensor) or 0.01 < (x != 0).double().mean() < 0.99:
+        if not isinstance(x, Tensor) or 0.01 < int(x.count_nonzero()) / max(1, x.numel()) < 0.99:
             return x
         return (torch.rand(x.shape, generator=self._generator) < 0.5).to(x)
 
