@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -272,11 +273,12 @@ class _Planner:
             together = compare(self.net, self.arguments, found.sharings(2, self.net, approximate=True), found.neurons)
         except Exception:
             together = None
+        drivers = Counter(neuron for shared in found.shared.values() for neuron in shared.neurons)
         for name, shared in found.shared.items():
             off = None if together is None else _largest(together, shared)
-            if together is None or (
-                off is not None and not self._is_rounding(off, shared)
-            ):  # or another convolution's doing
+            is_off = off is not None and not self._is_rounding(off, shared)
+            # Another convolution may have done it, unless the one neuron has no other.
+            if together is None or (is_off and (len(shared.neurons) > 1 or drivers[shared.neurons[0]] > 1)):
                 try:
                     alone = compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, found.neurons)
                 except Exception as error:
