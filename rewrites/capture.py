@@ -11,7 +11,7 @@ import itertools
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -64,21 +64,21 @@ class Captured:
         self.rewritten: dict[Any, GraphModule] = {}
         self.problem = ""
         self._guards = _guards(gm)
-        self._find(capture.settings)
+        self._find()
 
     @property
     def code(self) -> str:
         """The Python of the graph that runs under today's settings."""
-        return self._find(self.capture.settings).code
+        return self._find().code
 
     def neurons(self) -> tuple[set[str], set[str]]:
         """Return the names of its neurons: those that are kernels under today's settings, and those that are not."""
-        lowered = {_module(n) for n in self._find(self.capture.settings).graph.nodes if hasattr(n.target, "is_fire")}
+        lowered = {_module(n) for n in self._find().graph.nodes if hasattr(n.target, "is_fire")}
         return lowered, {_module(n) for n in self.gm.graph.nodes if n.target is NEURON} - lowered
 
     def float32(self) -> dict[str, str]:
         """Return, by name, why layers that are to run in int8 do not under today's settings; empty for those that do."""
-        gm = self._find(self.capture.settings)
+        gm = self._find()
         graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
         return {layer: why for graph in graphs for layer, why in getattr(graph, "sj_tac_int8", {}).items()}
 
@@ -86,23 +86,23 @@ class Captured:
         """Return whether the graph serves today's settings for all sizes that it was captured for."""
         try:
             # Where no size varies there are no facts.
-            return not self._guards or self._find(self.capture.settings) is not None
+            return not self._guards or self._find() is not None
         except NewFactsError:
             return False
 
     def __call__(self, *args: Any) -> Any:
         self.capture.ran += 1
+        return self._find().forward(*args)
+
+    def _find(self) -> GraphModule:
+        """Return the graph under today's settings, rewritten for them once."""
         found = self.rewritten.get(self.capture.key)
-        return (found or self._find(self.capture.settings)).forward(*args)
+        if found is None:
+            found = self.rewritten[self.capture.key] = self._rewrite()
+        return found
 
-    def _find(self, settings: Mapping[str, Any]) -> GraphModule:
-        key = self.capture.key
-        if key not in self.rewritten:
-            self.rewritten[key] = self._rewrite(settings)
-        return self.rewritten[key]
-
-    def _rewrite(self, settings: Mapping[str, Any]) -> GraphModule:
-        gm = copied(self.gm)
+    def _rewrite(self) -> GraphModule:
+        gm, settings = copied(self.gm), self.capture.settings
         try:
             equations.run(gm, settings, self.capture.in_int8)
             if self.rewritten and _guards(gm) != self._guards:

@@ -52,11 +52,9 @@ def corrected_module(converted: nn.Module, name: str) -> Any:
 def is_as_made(converted: nn.Module, name: str, correction: Correction) -> bool:
     """True where nothing has moved what a correction made, in whatever dtype and on whatever device it now is."""
     module = corrected_module(converted, name)
-    return module is not None and all(_are_equal(getattr(module, key), value) for key, value in correction.after.items())
-
-
-def _are_equal(now: Tensor, then: Tensor) -> bool:
-    return torch.equal(now, then.to(now))
+    return module is not None and all(
+        torch.equal(getattr(module, key), value.to(getattr(module, key))) for key, value in correction.after.items()
+    )
 
 
 def loaded_matched(converted: nn.Module, corrected: Mapping[str, Correction]) -> dict[str, str]:

@@ -76,14 +76,12 @@ class Decision:
     """What becomes of a net's layers.
 
     Attributes:
-        settings: of all layers that were looked at. places: converted convolutions. points: neurons.
-        refused: why others stay.
+        places: converted convolutions. points: neurons. refused: why other convolutions stay.
         early: of a convolution that collapses, why its neuron emits frames all the same.
         behind: kept convolutions that run behind a collapse, with their span.
         groups: how many equal frames of the output stand for one, where ``emit: groups`` leaves one of them; else 1.
     """
 
-    settings: dict[str, Settings]
     places: dict[str, Place] = field(default_factory=dict)
     points: dict[str, Point] = field(default_factory=dict)
     refused: dict[str, Refusal] = field(default_factory=dict)
@@ -113,8 +111,7 @@ class _Walk:
     def __init__(
         self, measured: Measured, model: nn.Module, settings: Mapping[str, Settings], refused: Mapping[str, Refusal]
     ) -> None:
-        self.measured, self.model = measured, model
-        self.found = Decision(dict(settings))
+        self.measured, self.model, self.settings, self.found = measured, model, settings, Decision()
         self.impossible: dict[str, Refusal] = {}
         # What leaves each convolution and neuron; and of convolutions whether a neuron behind may emit means.
         self.spans: dict[str, Span] = {}
@@ -123,11 +120,9 @@ class _Walk:
             wanted = settings[name]
             if isinstance(found, Refusal):
                 self.found.refused[name] = found
-            elif wanted.mode == "keep":
-                continue
             elif name in refused:
                 self.found.refused[name] = refused[name]
-            elif not found.is_affine and not wanted.approximate and wanted.k > 1:
+            elif wanted.mode != "keep" and not found.is_affine and not wanted.approximate and wanted.k > 1:
                 off = f"shared drives are off by {found.off:.2g} of their norm" if found.off else "its path is not affine"
                 self.found.refused[name] = Refusal(Reason.NOT_AFFINE, off)
 
@@ -138,7 +133,9 @@ class _Walk:
             elif name in self.measured.neurons:
                 self.fire(name)
         self.found.places = {n: self._weighed(n, place) for n, place in self.found.places.items()}
-        self.found.groups = self.emitted()
+        last = [*self.collapsing.values()][-1:]
+        if last and last[0].emit == "groups":
+            self.found.groups = self.entering(OUTPUT)[0].rows
         return self.found
 
     def entering(self, name: str) -> tuple[Span, str]:
@@ -154,22 +151,17 @@ class _Walk:
         return (spans.pop(), "") if name in self.measured.alike else (PLAIN, "frames differ in front of it")
 
     def convolve(self, name: str) -> None:
-        span, _ = self.entering(name)
-        settings, found = self.found.settings[name], self.measured.convolutions[name]
-        self.spans[name] = span
         if name in self.found.refused:
-            self.spans[name] = PLAIN
             return
-        if settings.mode == "keep" or isinstance(found, Refusal):
+        settings = self.settings[name]
+        span = self.spans[name] = self.entering(name)[0]
+        if settings.mode == "keep":
             if span != PLAIN:
                 self.found.behind[name] = span
             return
         if settings.k > span.stretch and settings.k % span.stretch:
-            detail = (
-                f"k={settings.k} is no multiple of {span.stretch}, the steps that a frame stands for behind the collapse "
-                "before it"
-            )
-            self.impossible[name] = Refusal(Reason.K_NOT_WHOLE, detail)
+            steps = f"{span.stretch}, the steps that a frame stands for behind the collapse before it"
+            self.impossible[name] = Refusal(Reason.K_NOT_WHOLE, f"k={settings.k} is no multiple of {steps}")
             return
         place = self.found.places[name] = Place(settings, span)
         if settings.mode == "collapse" and place.k > 1:
@@ -180,7 +172,6 @@ class _Walk:
         sources = self.measured.sources.get(name, set())
         opened = [source for source in sources if source in self.collapsing]
         span, why = self.entering(name)
-        self.spans[name] = PLAIN
         layout = self.measured.neurons[name].layout
         if opened and (layout.folded or layout.dim):
             self.impossible |= {conv: Refusal(Reason.COLLAPSE_FOLDED) for conv in opened}
@@ -196,16 +187,13 @@ class _Walk:
         if span == PLAIN or layout.folded or layout.dim or (span.rate > 1 and not known):
             self.found.early |= {conv: f"frames come back before {name!r}: {why}" for conv in opened}
             return
-        merging: neurons.Merging | None
         if binary:
             merging = neurons.Merging(span.rate, span.stretch, self.collapsing[binary[0]].normalize)
-            span = Span(span.rate * span.stretch)
-            self.found.points[name] = Point(span, merging, "", binary[0])
+            point = Point(Span(span.rows), merging, "", binary[0])
         else:
-            merging = neurons.Merging(span.rate) if span.rate > 1 else None
             at = "" if span.stretch == 1 else self.measured.pools.get(name, name)
-            self.found.points[name] = Point(span, merging, at, opened[0] if opened else "")
-        self.spans[name] = span
+            point = Point(span, neurons.Merging(span.rate) if span.rate > 1 else None, at, opened[0] if opened else "")
+        self.found.points[name], self.spans[name] = point, point.span
 
     def _is_direct(self, conv: str, neuron: str) -> bool:
         found = self.measured.convolutions[conv]
@@ -225,32 +213,29 @@ class _Walk:
         weights = "uniform" if counts else "decay"
         return replace(place, settings=place.settings.model_copy(update={"weights": weights}))
 
-    def emitted(self) -> int:
-        """Return how many equal frames of the output are one, where the last collapse says ``emit: groups``."""
-        last = [settings for settings in self.collapsing.values()][-1:]
-        if not last or last[0].emit != "groups":
-            return 1
-        span, _ = self.entering(OUTPUT)
-        return span.rows
 
-
-def sharing(name: str, place: Place, found: Shared, model: nn.Module) -> convs.Sharing:
+def sharing(place: Place, found: Shared, model: nn.Module) -> convs.Sharing:
     """Return how the definition runs a convolution."""
     s, span = place.settings, place.span
-    made = found.sharing(place.k, model)
-    dtype = None if s.dtype == SOURCE else getattr(torch, s.dtype)
-    if s.k <= span.stretch and span.stretch > 1:  # its frames are equal within a group
-        return replace(made, weights="uniform", stretch=span.stretch, rate=span.rate, dtype=dtype)
     weights: Any = s.weights
+    normalize = s.normalize
+    if s.k <= span.stretch and span.stretch > 1:  # its frames are equal within a group
+        weights, normalize = "uniform", True
+    dtype = None if s.dtype == SOURCE else getattr(torch, s.dtype)
     return replace(
-        made, weights=weights, normalize=s.normalize, stretch=span.stretch, rate=span.rate, dtype=dtype, layer=name
+        found.sharing(place.k, model),
+        weights=weights,
+        normalize=normalize,
+        stretch=span.stretch,
+        rate=span.rate,
+        dtype=dtype,
     )
 
 
 def apply(decision: Decision, measured: Measured, model: nn.Module) -> None:
     """Make a decision true in a model, in place, whatever an earlier one made of it."""
     neurons.swap(model)
-    plan = {name: sharing(name, place, measured.shared[name], model) for name, place in decision.places.items()}
+    plan = {name: sharing(place, measured.shared[name], model) for name, place in decision.places.items()}
     convs.undo(model, but=plan)
     convs.share(model, plan)
     for name, place in decision.places.items():
@@ -258,10 +243,7 @@ def apply(decision: Decision, measured: Measured, model: nn.Module) -> None:
         model.get_submodule(name)._tac.fits = noted.words(s.mode, s.k, s.weights)  # type: ignore[union-attr]
     for name, module in model.named_modules():
         if isinstance(module, neurons.OperatorNeuron):
-            point = decision.points.get(name)
-            vars(module).pop("merging", None)
-            if point is not None and point.merging is not None:
-                module.merging = point.merging
+            module.merging = decision.points[name].merging if name in decision.points else None
     means = {
         point.at: collapse.Mean(point.span.stretch, point.span.rate, measured.neurons[name].layout.frames, point.at)
         for name, point in decision.points.items()
@@ -290,7 +272,7 @@ def norms(decision: Decision, measured: Measured) -> dict[str, noted.Noted]:
 def undo(model: nn.Module) -> None:
     """Give every module its own class again, and take the hooks of ``apply`` away."""
     convs.undo(model)
-    collapse.undo(model)
+    collapse.put_means(model, {}, 1)
     neurons.undo(model)
     for module in model.modules():
         noted.forget(module)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sj_tac.errors import BackendFallbackWarning, PolicyError
 from sj_tac.kernels.cpu import int8
@@ -53,19 +53,23 @@ def decided(
     """
     settings, wide = {}, {}
     for name, (found, rule) in resolved.items():
-        chain, named = chains[name], rule is not None and rule.is_exact
-        if found.dtype != SOURCE:
-            if not isinstance(chain, Shared) or found.mode == "keep":
-                found = found.model_copy(update={"dtype": SOURCE})
-            elif why := _impossible(model, name, found.dtype, fused):
-                if named:
-                    raise PolicyError(f"{source}, rule for {name!r}: dtype: {found.dtype} is impossible there: {why}")
-                wide[name], found = why, found.model_copy(update={"dtype": SOURCE})
-            elif not named and found.dtype != INT8 and not computes_in(found.dtype, _weight(model, name).device):
-                why = f"this {_kind(model, name)} has no {found.dtype} instructions, so that it would be slower"
-                wide[name] = f"{why}; a rule with the layer's exact name has it all the same"
-                found = found.model_copy(update={"dtype": SOURCE})
         settings[name] = found
+        if found.dtype == SOURCE:
+            continue
+        named, module = rule is not None and rule.is_exact, model.get_submodule(name)
+        if not isinstance(chains[name], Shared) or found.mode == "keep":
+            pass
+        elif why := _impossible(module, found.dtype, fused):
+            if named:
+                raise PolicyError(f"{source}, rule for {name!r}: dtype: {found.dtype} is impossible there: {why}")
+            wide[name] = why
+        elif not (named or found.dtype == INT8 or computes_in(found.dtype, device := next(module.parameters()).device)):
+            kind = "CPU" if device.type == "cpu" else f"device ({device})"
+            why = f"this {kind} has no {found.dtype} instructions, so that it would be slower"
+            wide[name] = f"{why}; a rule with the layer's exact name has it all the same"
+        else:
+            continue
+        settings[name] = found.model_copy(update={"dtype": SOURCE})
     return settings, wide
 
 
@@ -92,27 +96,16 @@ def as_captured(verdicts: Iterable[Verdict], graphs: Iterable[Any]) -> Iterator[
         yield verdict
 
 
-def _weight(model: nn.Module, name: str) -> Tensor:
-    return next(iter(model.get_submodule(name).parameters()))
-
-
-def _kind(model: nn.Module, name: str) -> str:
-    device = _weight(model, name).device
-    return "CPU" if device.type == "cpu" else f"device ({device})"
-
-
-def _impossible(model: nn.Module, name: str, dtype: str, fused: bool) -> str:
+def _impossible(module: Any, dtype: str, fused: bool) -> str:
     """Why a convolution cannot run in ``dtype``, on any machine, or in int8 on this one; else empty."""
-    module = model.get_submodule(name)
     if dtype == INT8:
-        device = _weight(model, name).device
+        device = next(module.parameters()).device
         if device.type != "cpu" or not fused:
             return f"int8 runs on a CPU, not on {device}" if fused else "int8 is for kernels, and fuse=False has none"
         if problem := int8.problem():
             return problem
     if not (hasattr(module, "_conv_forward") or isinstance(module, nn.Linear)):
         return f"it is a {type(module).__name__}, whose own forward would have to round"
-    weight: Any = module.weight
-    if weight.dtype != torch.float32:
-        return f"its weights are {weight.dtype}, and only float32 ones are rounded"
+    if module.weight.dtype != torch.float32:
+        return f"its weights are {module.weight.dtype}, and only float32 ones are rounded"
     return ""

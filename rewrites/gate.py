@@ -30,6 +30,7 @@ from torch.nn.modules import module as every_module
 
 from sj_tac import host
 from sj_tac.definition import ops
+from sj_tac.definition.classes import drop_hooks
 from sj_tac.definition.neurons import OperatorNeuron, outside_inference
 from sj_tac.definition.noted import NotedNorm
 from sj_tac.errors import BackendError, CaptureWarning, ConversionError
@@ -290,9 +291,7 @@ def detach(net: nn.Module) -> None:
         net.__dict__.pop(name, None)
     if gate is not None:
         gate.announce(None)
-    for number, hook in list(net._forward_pre_hooks.items()):
-        if isinstance(hook, Forget):
-            del net._forward_pre_hooks[number]
+    drop_hooks(net, Forget)
 
 
 def gate_of(net: nn.Module) -> Gate | None:

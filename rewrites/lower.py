@@ -25,10 +25,7 @@ from sj_tac.rewrites.equations.fuse import fire
 from sj_tac.rewrites.equations.nodes import AGGREGATE, EXPAND, begin, each, is_frozen, replace
 from sj_tac.rewrites.equations.writes import CHECKPOINT
 
-
-@lru_cache(maxsize=1024)
-def _lengths(steps: int, k: int) -> list[int]:
-    return group_lengths(steps, k)
+_lengths = lru_cache(maxsize=1024)(group_lengths)
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,7 @@ from sj_tac.rewrites import dtypes
 from sj_tac.rewrites.arguments import as_arguments, check_arguments, described
 from sj_tac.rewrites.decide import PLAIN, Decision, Place, Span, decide
 from sj_tac.rewrites.measure.examples import find_example
-from sj_tac.rewrites.measure.measured import Measured, Shared, measure
+from sj_tac.rewrites.measure.measured import Measured, measure
 from sj_tac.rewrites.measure.runs import fresh
 from sj_tac.verdicts import AT_RISK, HELP, Reason, Refusal, Report, Verdict
 
@@ -29,23 +29,32 @@ DEEP = 3
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a net's layers become.
+class Looked:
+    """A model that was measured once, for any number of policies over the same kinds of ``layers``.
 
     Attributes:
-        measured: of the net. decision: of its layers under ``settings``. policy_layers: kinds of layers.
-        backend: as it was asked for. fused: whether calls are captured. wide: of layers that do not
-            compute in the dtype that they were to, why. given: whether the user gave the example.
+        given: whether the user gave the example.
     """
 
     measured: Measured
+    layers: tuple[str, ...]
+    given: bool
+
+
+@dataclass(frozen=True)
+class Plan(Looked):
+    """What a net's layers become.
+
+    Attributes:
+        decision: of its layers under ``settings``. backend: as it was asked for. fused: whether calls are captured.
+        wide: of layers that do not compute in the dtype that they were to, why.
+    """
+
     settings: dict[str, Settings]
     decision: Decision
-    policy_layers: tuple[str, ...]
     backend: str
     fused: bool
     wide: Mapping[str, str]
-    given: bool
 
     @property
     def places(self) -> dict[str, Place]:
@@ -77,20 +86,14 @@ class Plan:
             said = {key: value for key, value in settings if value != getattr(default, key)}
             match = exactly(name) if name in self.places else f"re:{re.escape(name)}"
             rules.append(Rule.model_validate({"match": match} | said | {"k": settings.k}))
-        return Policy(layers=self.policy_layers, default=default, rules=tuple(rules))
+        return Policy(layers=self.layers, default=default, rules=tuple(rules))
 
 
-@dataclass(frozen=True)
-class Looked:
-    """A model that was measured once, for any number of policies over the same kinds of layers."""
-
-    measured: Measured
-    layers: tuple[str, ...]
-    given: bool
-
-
-def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
+def look(model: nn.Module, layers: Sequence[str], example_input: Any, groups_too: bool = True) -> Looked:
     """Measure a model on an example, or on a usual shape that it takes. It is left as it was.
+
+    Args:
+        groups_too: measure what policies with collapses and mixed weights ask for.
 
     Raises:
         ConversionError: it does not run on the example, or takes none of the usual shapes.
@@ -103,7 +106,7 @@ def look(model: nn.Module, layers: Sequence[str], example_input: Any) -> Looked:
         on_cpu, arguments = _at_rest(model, arguments)
         # What the user had torch compile of the net would not meet the hooks that measure it.
         with _on_cpu(), torch.compiler.set_stance("force_eager"):
-            measured = measure(on_cpu, arguments, "linear" in layers)
+            measured = measure(on_cpu, arguments, "linear" in layers, groups_too)
     except (ConversionError, TraceError):
         raise
     except Exception as error:
@@ -124,7 +127,7 @@ def _at_rest(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[nn.Module, t
     """Return a copy of a model at rest, on the CPU, where measurements compare small tensors; and its arguments there."""
     with host.stack_for(model):
         if all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers())):
-            made = fresh(model, hooks=False)
+            made = fresh(model)
         else:
             made = copy.deepcopy(model).cpu()
             arguments = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, arguments)
@@ -137,22 +140,21 @@ def make(looked: Looked, model: nn.Module, policy: Policy, backend: str, fused: 
     measured = looked.measured
     resolved = policy.resolve(list(measured.convolutions))
     if "conv" not in policy.layers:
-        linears = (nn.Linear,)
-        resolved |= {
-            name: (Settings(mode="keep"), None) for name in resolved if not isinstance(model.get_submodule(name), linears)
-        }
-    settings, wide = dtypes.decided(
-        model, measured.convolutions, resolved, policy._source, fused and backend != reference.NAME
-    )
+        others = [name for name in resolved if not isinstance(model.get_submodule(name), nn.Linear)]
+        resolved |= dict.fromkeys(others, (Settings(mode="keep"), None))
+    has_kernels = fused and backend != reference.NAME
+    settings, wide = dtypes.decided(model, measured.convolutions, resolved, policy._source, has_kernels)
     decision = decide(measured, model, settings)
     _check_exact_rules(resolved, decision, policy._source)
-    return Plan(measured, settings, decision, looked.layers, backend, fused, wide, looked.given)
+    return Plan(**vars(looked), settings=settings, decision=decision, backend=backend, fused=fused, wide=wide)
 
 
 def analyse(model: nn.Module, policy: Any, k: int, example_input: Any, backend: str, fused: bool) -> Plan:
     """Measure a model and decide under a policy. Changes nothing in ``model``."""
     checked = as_policy(policy, k)
-    return make(look(model, checked.layers, example_input), model, checked, backend, fused)
+    said: list[Settings | Rule] = [checked.default, *checked.rules]
+    groups_too = any(s.mode == "collapse" or s.weights == "mixed" for s in said)
+    return make(look(model, checked.layers, example_input, groups_too), model, checked, backend, fused)
 
 
 def all_single(settings: Mapping[str, Settings]) -> bool:
@@ -187,41 +189,43 @@ def report_on(
     """
     verdicts, stretched, modules = [], plan.stretched, dict(model.named_modules())
     for name in modules:
-        if name in plan.measured.convolutions:
-            verdict = _verdict(plan, name, kernels or {})
-            found = plan.measured.convolutions[name]
-            if plan.fused and isinstance(found, Shared) and verdict.kernel == "reference":
-                why = unfused(modules[found.neurons[0]]) if found.neurons[0] in modules else ""
-                verdict = replace(verdict, detail="; ".join(filter(None, (verdict.detail, why and f"not fused: {why}"))))
-            verdicts.append(verdict)
+        if name in plan.places:
+            node = plan.measured.shared[name].neurons[0]
+            kernel = (kernels or {}).get(node, "reference")
+            why = unfused(modules[node]) if plan.fused and kernel == "reference" and node in modules else ""
+            verdicts.append(_converted(plan, name, kernel, why))
+        elif name in plan.measured.convolutions:
+            verdicts.append(_left(plan, name))
         elif name in stretched:
             k, kernel = stretched[name].stretch, (kernels or {}).get(name, "reference")
             detail = f"runs {k} steps on every frame behind a collapse and emits their mean"
             if k == 1:
                 detail = "runs one step on every frame behind a binary collapse"
             verdicts.append(Verdict(name, "stretched", k=k, kernel=kernel, detail=detail))
-    notes = (*plan.measured.notes, *_risky(plan, model))
+    notes = (*plan.measured.notes, *_risky(plan, modules))
     return Report(tuple(verdicts), title, notes=notes, policy=plan.policy())
 
 
-def _verdict(plan: Plan, name: str, kernels: Mapping[str, str]) -> Verdict:
-    place, found = plan.places.get(name), plan.measured.convolutions[name]
-    before, after = _macs(plan, name, place)
-    if place is not None and isinstance(found, Shared):
-        s, why = place.settings, [*found.notes]
-        if not found.is_affine:
-            why.insert(0, f"approximate: shared drives are off by {found.off:.2g} of their norm")
-        if name in plan.decision.early:
-            why.append(plan.decision.early[name])
-        if plan.settings[name].weights == "mixed":
-            why.append(f"mixed weights: {s.weights}")
-        if name in plan.wide:
-            why.append(dtypes.wide(plan.wide[name]))
-        return Verdict(
-            name, "converted", s.mode, s.k, kernels.get(found.neurons[0], "reference"), None, "; ".join(why), "",
-            before, after, dtype=s.dtype,
-        )  # fmt: skip
-    span = plan.decision.behind.get(name, PLAIN)
+def _converted(plan: Plan, name: str, kernel: str, unfused: str) -> Verdict:
+    place, found = plan.places[name], plan.measured.shared[name]
+    s, why = place.settings, [*found.notes]
+    if not found.is_affine:
+        why.insert(0, f"approximate: shared drives are off by {found.off:.2g} of their norm")
+    if name in plan.decision.early:
+        why.append(plan.decision.early[name])
+    if plan.settings[name].weights == "mixed":
+        why.append(f"mixed weights: {s.weights}")
+    if name in plan.wide:
+        why.append(dtypes.wide(plan.wide[name]))
+    if unfused:
+        why.append(f"not fused: {unfused}")
+    macs = _macs(plan, name, place.span.rate * place.k)
+    return Verdict(name, "converted", s.mode, s.k, kernel, None, "; ".join(why), "", *macs, s.dtype)
+
+
+def _left(plan: Plan, name: str) -> Verdict:
+    span, found = plan.decision.behind.get(name, PLAIN), plan.measured.convolutions[name]
+    before, after = _macs(plan, name, span.rows)
     if span.rows > 1:
         detail = f"kept by the policy, at the rate of a collapse before it: a frame stands for {span.rows} frames"
         return Verdict(name, "stretched", k=span.stretch, detail=detail, macs_before=before, macs_after=after)
@@ -231,27 +235,23 @@ def _verdict(plan: Plan, name: str, kernels: Mapping[str, str]) -> Verdict:
     return Verdict.refuse(name, refusal, macs_before=before, macs_after=after)
 
 
-def _macs(plan: Plan, name: str, place: Place | None) -> tuple[int | None, int | None]:
-    """Return multiply-accumulates of a convolution per sample, before and after, on the example that the user gave."""
+def _macs(plan: Plan, name: str, rows: int) -> tuple[int | None, int | None]:
+    """Return multiply-accumulates of a convolution on a sample of the user's example, before and once for ``rows`` rows."""
     seen = plan.measured.macs.get(name)
     if seen is None or not plan.given:
         return None, None
     steps, each = seen
-    rows = place.span.rate * place.k if place is not None else plan.decision.behind.get(name, PLAIN).rows
     return steps * each, -(-steps // rows) * each
 
 
-def _risky(plan: Plan, model: nn.Module) -> list[str]:
+def _risky(plan: Plan, modules: Mapping[str, nn.Module]) -> list[str]:
     """IF neurons with hard reset behind each other: on shared drives they lose less at a reset, and fire more often."""
-    found, modules = [], dict(model.named_modules())
-    for name, place in plan.places.items():
-        node: Any = modules.get(plan.measured.shared[name].neurons[0])
-        if isinstance(node, host.neuron.IFNode) and node.v_reset is not None and place.settings.k > 1:
-            found.append(name)
-    if len(found) < DEEP:
+    nodes: list[Any] = [modules.get(plan.measured.shared[n].neurons[0]) for n, p in plan.places.items() if p.settings.k > 1]
+    count = sum(isinstance(node, host.neuron.IFNode) and node.v_reset is not None for node in nodes)
+    if count < DEEP:
         return []
     why = "which fire more often on shared drives than in the source, layer by layer more so"
-    return [f"{AT_RISK}: {len(found)} layers drive IF neurons with hard reset, {why}; {HELP}"]
+    return [f"{AT_RISK}: {count} layers drive IF neurons with hard reset, {why}; {HELP}"]
 
 
 def no_layer(model: nn.Module, plan: Plan) -> str:

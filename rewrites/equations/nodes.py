@@ -105,28 +105,28 @@ def emit(
     kind = "call_method" if isinstance(target, str) else "call_function"
     with before.graph.inserting_before(before):
         node = before.graph.create_node(kind, target, args, kwargs or {})
-    node.meta.update(
-        {key: before.meta[key] for key in ("nn_module_stack", "stack_trace", WANTED_IN_INT8) if key in before.meta}
-    )
-    call: Callable[..., Any] = getattr(Tensor, target) if isinstance(target, str) else target
-    fakes = [n.meta["example_value"] for n in node.all_input_nodes]
-    fake = next((x for x in fakes if isinstance(x, Tensor)), None)
-    with contextlib.nullcontext() if fake is None else fake.fake_mode:  # type: ignore[attr-defined]
-        node.meta["example_value"] = made() if made else call(*value(args), **value(node.kwargs))
+    node.meta.update({key: before.meta[key] for key in _KEPT if key in before.meta})
+    compute(node, made)
     return node
 
 
-def recompute(node: Node) -> None:
-    """Compute a node's example value again, from those of what it reads now."""
+def compute(node: Node, made: Callable[[], Any] | None = None) -> None:
+    """Compute a node's example value, from those of what it reads now."""
     call: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-    with node.meta["example_value"].fake_mode:
-        node.meta["example_value"] = call(*value(node.args), **value(node.kwargs))
+    fake: Any = next((n.meta["example_value"] for n in node.all_input_nodes if is_tensor(n)), None)
+    with contextlib.nullcontext() if fake is None else fake.fake_mode:
+        node.meta["example_value"] = made() if made else call(*value(node.args), **value(node.kwargs))
 
 
 def replace(node: Node, new: Node) -> None:
     """Let everybody read ``new`` instead of ``node``, and erase ``node``."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def sums_to_one(weights: Any, by: Any, form: str) -> bool:
+    """Return whether the weights of an aggregate's whole groups sum to 1."""
+    return form != "plain" or (by is None and abs(sum(weights) - 1) < 1e-6)
 
 
 def through_reshapes(node: Any) -> Any:

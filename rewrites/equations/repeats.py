@@ -22,6 +22,7 @@ from sj_tac.rewrites.equations.nodes import (
     is_tensor,
     replace,
     shape,
+    sums_to_one,
     through_reshapes,
 )  # fmt: skip
 
@@ -29,25 +30,16 @@ from sj_tac.rewrites.equations.nodes import (
 def repeat(graph: Graph) -> None:
     """repeat(y, T) = expand(y, T, T)."""
     for node in each(graph):
-        if (
-            not is_tensor(node)
-            or is_frozen(node)
-            or node.kwargs
-            or not isinstance(node.args[0] if node.args else None, Node)
-        ):
+        if node.target not in ("repeat", "expand", torch.Tensor.expand) or is_frozen(node) or node.kwargs:
             continue
         x, *given = node.args
         sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-        if node.target not in ("repeat", "expand", torch.Tensor.expand) or not all(type(s) is int for s in sizes):
+        if not is_tensor(node) or not all(type(s) is int for s in sizes):
             continue
-        steps, before = sizes[0], shape(x)
-        if len(sizes) == len(before) + 1:
-            first, is_first_alone = None, True
-        else:
-            first, is_first_alone = x, len(sizes) == len(before) and before[0] == 1
-        others = {1} if node.target == "repeat" else {-1}
-        if steps > 1 and is_first_alone and set(sizes[1:]) <= others:
-            source = emit(node, "unsqueeze", (x, 0)) if first is None else first
+        steps, adds_time = sizes[0], len(sizes) == len(shape(x)) + 1
+        is_one_frame = adds_time or (len(sizes) == len(shape(x)) and shape(x)[0] == 1)
+        if steps > 1 and is_one_frame and set(sizes[1:]) <= {1 if node.target == "repeat" else -1}:
+            source = emit(node, "unsqueeze", (x, 0)) if adds_time else x
             replace(node, emit(node, EXPAND, (source, steps, steps)))
 
 
@@ -68,17 +60,20 @@ def _aggregate(node: Node) -> bool:
     source = through_reshapes(x)
     if not _is_one_group(source) or is_frozen(node, x, source) or source.args[2] != steps:
         return False
-    if form == "plain" and (by is not None or abs(sum(weights) - 1) > 1e-6):
-        return False
     k = len(weights) if by is None else shape(by)[0]
-    if form == "plain" and steps % k:  # a shorter group's weights are the last ones, whatever their sum
+    # A shorter group's plain weights are the last ones, whatever their sum.
+    if not sums_to_one(weights, by, form) or (form == "plain" and steps % k):
         return False
     count = groups(steps, k)
-    y = source.args[0]
-    if any(type(size) is not int for size in shape(x)[1:]):
+    return _put(node, source.args[0], x, (count, count) if count > 1 else ())
+
+
+def _put(node: Node, y: Node, like: Node, by: tuple[int, ...]) -> bool:
+    """Put y, with frames of ``like``'s shape if that is fixed, in a node's place; expanded ``by`` (T, T), if given."""
+    if any(type(size) is not int for size in shape(like)[1:]):
         return False
-    rows = emit(node, "reshape", (y, (-1, *shape(x)[1:])))
-    replace(node, rows if count == 1 else emit(node, EXPAND, (rows, count, count)))
+    rows = emit(node, "reshape", (y, (-1, *shape(like)[1:])))
+    replace(node, emit(node, EXPAND, (rows, *by)) if by else rows)
     return True
 
 
@@ -87,8 +82,4 @@ def _expand(node: Node) -> bool:
     inner = through_reshapes(y)
     if not _is_one_group(inner) or is_frozen(node, y, inner) or type(steps) is not int or inner.args[2] != groups(steps, k):
         return False
-    if any(type(size) is not int for size in shape(y)[1:]):
-        return False
-    rows = emit(node, "reshape", (inner.args[0], (-1, *shape(y)[1:])))
-    replace(node, emit(node, EXPAND, (rows, steps, steps)))
-    return True
+    return _put(node, inner.args[0], y, (steps, steps))

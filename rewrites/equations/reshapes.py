@@ -6,17 +6,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from sj_tac.rewrites.equations.nodes import (
-    AGGREGATE,
-    POOLS,
-    RESHAPES,
-    each,
-    emit,
-    is_frozen,
-    is_tensor,
-    replace,
-    shape,
-)  # fmt: skip
+from sj_tac.rewrites.equations.nodes import AGGREGATE, POOLS, RESHAPES, each, emit, is_frozen, is_tensor, replace, shape
 
 
 def tidy(graph: Graph) -> None:

@@ -24,6 +24,7 @@ from sj_tac.rewrites.equations.nodes import (
     replace,
     same,
     shape,
+    sums_to_one,
     through_reshapes,
     value,
 )  # fmt: skip
@@ -55,11 +56,7 @@ def cancel(node: Node) -> None:
     if source.target is not EXPAND or is_frozen(node, x, source, source.args[0]):
         return
     y, k, of = source.args
-    if by is None:
-        alike = len(weights) == k and (form == "normalized" or abs(sum(weights) - 1) < 1e-6)
-    else:
-        alike = shape(by)[0] == k and form != "plain"
-    if alike and same(of, steps):
+    if k == (len(weights) if by is None else shape(by)[0]) and same(of, steps) and sums_to_one(weights, by, form):
         inner = [size if type(size) is int else emit(node, "size", (x, i + 1)) for i, size in enumerate(shape(x)[1:])]
         replace(node, emit(node, "reshape", (y, (-1, *inner))))
 

@@ -22,11 +22,11 @@ from sj_tac.rewrites.equations.nodes import (
     POOLS,
     RESHAPES,
     argument,
+    compute,
     emit,
     is_tensor,
     memory,
     outputs_share,
-    recompute,
     shape,
 )  # fmt: skip
 
@@ -109,7 +109,7 @@ def functionalize(graph: Graph) -> None:
             user.replace_input_with(of, new)
         graph.erase_node(node)
         for view in views:  # which are now views of the new tensor
-            recompute(view)
+            compute(view)
         order = {n: place for place, n in enumerate(graph.nodes)}
 
 

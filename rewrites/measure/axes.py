@@ -15,12 +15,10 @@ def time_axis(net: nn.Module, x: Tensor) -> int | None:
     None if neither of the first two is, as of images that the net repeats, or if no neuron steps by itself. The net is left
     as it was.
     """
-    steps = _steps(net, x)
-    for dim in range(min(2, x.dim())) if steps is not None else ():
-        longer = _steps(net, torch.cat([x, x.narrow(dim, 0, 1)], dim))
-        if steps is not None and longer == steps + 1:
-            return dim
-    return None
+    if (steps := _steps(net, x)) is None:
+        return None
+    dims = range(min(2, x.dim()))
+    return next((dim for dim in dims if _steps(net, torch.cat([x, x.narrow(dim, 0, 1)], dim)) == steps + 1), None)
 
 
 def _steps(net: nn.Module, x: Tensor) -> int | None:

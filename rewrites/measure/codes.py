@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
 
 from sj_tac import host
 from sj_tac.definition.noted import is_norm
 from sj_tac.host import dispatch
 from sj_tac.rewrites.arguments import copied
 from sj_tac.rewrites.measure.neurons import Layout
-from sj_tac.rewrites.measure.runs import first, is_convolution, run
+from sj_tac.rewrites.measure.runs import before_calls, first, fresh, replace_outputs
 from sj_tac.rewrites.measure.survey import Neuron
 from sj_tac.verdicts import Reason, Refusal
 
@@ -51,26 +50,44 @@ class _Output(torch.autograd.Function):
         return gradients[0], None
 
 
-@dataclass
 class Coded:
-    """A run whose neurons are cut off, and whose drives carry codes.
+    """A run of a copy of ``net``: its neurons are cut off, with the outputs of the survey, and their drives carry codes.
 
     Attributes:
-        outputs: of each convolution, for each of its calls. drives: (neuron, its sums without code and with each digit).
+        outputs: of each convolution, for each of its calls.
         driven: of each convolution, the neurons that it drives, in the order of their calls.
         sources: of each neuron, convolution, BatchNorm and OUTPUT, what its input is made of: the nearest convolutions
             and neurons, and INPUT. pools: of a neuron, the MaxPool that alone reads its spikes.
     """
 
-    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
-    drives: list[tuple[str, list[Tensor]]] = field(default_factory=list)
-    driven: dict[str, list[str]] = field(default_factory=dict)
-    sources: dict[str, set[str]] = field(default_factory=dict)
-    pools: dict[str, str] = field(default_factory=dict)
-    step_digits: int = 1
-    sample_digits: int = 1
-    digit: int = DIGIT
-    _found: dict[str, list[tuple[Tensor | None, ...]]] = field(default_factory=dict)
+    def __init__(
+        self,
+        net: nn.Module,
+        arguments: tuple[Any, ...],
+        neurons: dict[str, Neuron],
+        looks_at: Callable[[nn.Module], bool],
+    ) -> None:
+        self.neurons, self.outputs = neurons, dict[str, list[Tensor]]()
+        self.driven: dict[str, list[str]] = {}
+        self.sources: dict[str, set[str]] = {}
+        self.pools: dict[str, str] = {}
+        # (neuron, its drives with random signs, for each digit of a code and for none: the powers of two)
+        self._drives: list[tuple[str, Tensor, list[Tensor]]] = []
+        self._gradients: dict[str, list[tuple[Tensor | None, ...]]] = {}
+        # Nodes of the graph: of each neuron's spikes; what each MaxPool reads and makes; what is in front of a module.
+        self._spikes: dict[str, Any] = {}
+        self._pools: dict[Any, tuple[str, Any]] = {}
+        self._ends: list[Any] = []
+        self._generator = torch.Generator().manual_seed(0)
+        is_half = any(n.drives.dtype is torch.float16 for n in neurons.values())
+        self._base = DIGIT_OF_HALF if is_half else DIGIT
+        self._step_digits = _digits(max([n.layout.T for n in neurons.values()], default=1), self._base)
+        self._sample_digits = _digits(max([n.layout.N for n in neurons.values()], default=1), self._base)
+        with torch.enable_grad(), _gradients_stay():
+            given = tree_map(lambda x: _marked(x, INPUT) if isinstance(x, Tensor) else x, copied(arguments))
+            made = fresh(net)
+            self._hook(made, looks_at)
+            self._end(made(*given))
 
     def read(self, name: str, leads: int, neuron: str | None = None) -> list[Layout | Refusal]:
         """Return, for each call of a convolution, the layout of its output, or why it has none.
@@ -80,9 +97,9 @@ class Coded:
         """
         if name not in self.driven or name not in self.outputs:
             return [Refusal(Reason.NO_NEURON, "it drives no neuron")]
-        outputs, found = self.outputs[name], list[Layout | Refusal]()
-        of_all = self._of_all()[name] if neuron is None else self._gradients(outputs, neuron)
-        for out, (plain, *coded) in zip(outputs, of_all, strict=True):
+        found = list[Layout | Refusal]()
+        of_all = self._of_all()[name] if neuron is None else self._differentiate(self.outputs[name], neuron)
+        for out, (plain, *coded) in zip(self.outputs[name], of_all, strict=True):
             if plain is None or not plain.any():
                 found.append(Refusal(Reason.NO_NEURON, "it drives no neuron"))
             else:
@@ -91,41 +108,134 @@ class Coded:
 
     def _of_all(self) -> dict[str, list[tuple[Tensor | None, ...]]]:
         """Return the gradients at all convolutions: one backward pass for each digit."""
-        if not self._found:
+        if not self._gradients:
             flat = [(name, out) for name, outs in self.outputs.items() if name in self.driven for out in outs]
-            for (name, _), gradients in zip(flat, self._gradients([out for _, out in flat]), strict=True):
-                self._found.setdefault(name, []).append(gradients)
-        return self._found
+            for (name, _), gradients in zip(flat, self._differentiate([out for _, out in flat]), strict=True):
+                self._gradients.setdefault(name, []).append(gradients)
+        return self._gradients
 
-    def _gradients(self, outputs: list[Tensor], neuron: str | None = None) -> list[tuple[Tensor | None, ...]]:
+    def _differentiate(self, outputs: list[Tensor], neuron: str | None = None) -> list[tuple[Tensor | None, ...]]:
         """Return, for each output, its gradients of the sums without code and with each digit."""
-        sums = [s for n, s in self.drives if neuron in (None, n)]
-        digits = [
-            torch.autograd.grad(torch.stack(of).sum(), outputs, retain_graph=True, allow_unused=True)
-            for of in zip(*sums, strict=True)
-        ]
+        signed, powers = zip(*[(u, powers) for n, u, powers in self._drives if neuron in (None, n)], strict=True)
+        digits = []
+        for of in zip(*powers, strict=True):
+            codes = [power.expand(u.shape) for u, power in zip(signed, of, strict=True)]
+            digits.append(torch.autograd.grad(signed, outputs, codes, retain_graph=True, allow_unused=True))
         return list(zip(*digits, strict=True))
 
     def _read(self, plain: Tensor, coded: list[Tensor], leads: int) -> Layout | Refusal:
-        steps, samples = coded[: self.step_digits], coded[self.step_digits :]
+        steps, samples = coded[: self._step_digits], coded[self._step_digits :]
         found: Layout | Refusal = Refusal(Reason.TIME_INSIDE, "time is inside its frames")
         rows = plain.shape[0]
-        t, n = _numbers(plain, steps, 1, self.digit), _numbers(plain, samples, 1, self.digit)
+        t, n = _numbers(plain, steps, 1, self._base), _numbers(plain, samples, 1, self._base)
         if t is not None:
             T = int(t[0].max()) + 1
             if T < 2:
                 return Refusal(Reason.ONE_STEP, "its frames are one step")
             if rows == T and torch.equal(t[0][t[1]], torch.arange(rows)[t[1]]):
                 return Layout(T, plain.shape[1], 0) if leads > 1 else Layout(T, 1, 0, True)
-            folded = found if n is None else _folded(t, n[0])
-            if isinstance(folded, Layout):
-                return folded
-            found = folded
+            if n is not None:
+                N = int(n[0].max()) + 1
+                if rows != T * N:
+                    found = Refusal(Reason.NO_ORDER, f"it has {rows} rows for {T} steps of {N} samples")
+                elif (ordered := _ordered(t, n[0], Layout(T, N, 0, True), Layout(T, N, 0, True, True))) is not None:
+                    return ordered
+                else:
+                    found = Refusal(Reason.NO_ORDER, "its rows are in no order")
         if plain.dim() > 2:
-            t, n = _numbers(plain, steps, 2, self.digit), _numbers(plain, samples, 2, self.digit)
-            if t is not None and n is not None and (in_two := _in_two(t, n[0])) is not None:
-                return in_two
+            t, n = _numbers(plain, steps, 2, self._base), _numbers(plain, samples, 2, self._base)
+            A, B = plain.shape[:2]
+            ordered = None if t is None or n is None else _ordered(t, n[0], Layout(A, B, 0), Layout(B, A, 1))
+            if ordered is not None:
+                return ordered
         return _meeting(plain, coded) or found
+
+    def _hook(self, net: nn.Module, looks_at: Callable[[nn.Module], bool]) -> None:
+        for name, module in net.named_modules():
+            _without_zeros(module)
+            if name in self.neurons:
+                before_calls(module, partial(self._drive, name))
+                replace_outputs(module, [tree_map(self._awake, out) for out in self.neurons[name].outputs])
+                module.register_forward_hook(lambda m, a, out, name=name: self._emit(name, out))
+            elif looks_at(module):
+                before_calls(module, partial(self._note, name))
+                module.register_forward_hook(lambda m, a, out, name=name: self._hold(name, out))
+            elif is_norm(module):
+                before_calls(module, partial(self._note, name))
+            elif isinstance(module, host.ANY_MAX_POOLS) and host.is_multi_step(module):
+                module.register_forward_hook(lambda m, a, out, name=name: self._pool(name, first(a), out))
+
+    def _end(self, output: Any) -> None:
+        """Look at what the net returns, and find the MaxPools that alone read a neuron's spikes."""
+        for x in tree_leaves(output):
+            self._note(OUTPUT, x if isinstance(x, Tensor) else None)
+        readers: dict[Any, set[Any]] = {}
+        stack, seen = [*self._ends], set(self._ends)
+        while stack:
+            node = stack.pop()
+            for ahead, _ in node.next_functions:
+                readers.setdefault(ahead, set()).add(node)
+                if ahead is not None and ahead not in seen:
+                    seen.add(ahead)
+                    stack.append(ahead)
+        for name, node in self._spikes.items():
+            while node is not None:
+                if node in self._pools and len(readers.get(node, ())) == 1:
+                    self.pools[name], node = self._pools[node]
+                    continue
+                # Views of the spikes, which a pool of folded frames reads.
+                behind = readers.get(node, set())
+                node = next(iter(behind)) if len(behind) == 1 else None
+                if type(node).__name__.rstrip("0") not in _VIEWS:
+                    node = None
+
+    def _note(self, name: str, x: Tensor | None) -> None:
+        if x is not None and x.grad_fn is not None:
+            self.sources.setdefault(name, set()).update(_made_of(x, through=False))
+            self._ends.append(x.grad_fn)
+
+    def _emit(self, name: str, out: Any) -> Any:
+        made = first(out)
+        if made is None or dispatch.is_transformed():
+            return None
+        spikes = _marked(made, name)
+        # Called twice: no one pool reads it all.
+        self._spikes[name] = None if name in self._spikes else spikes.grad_fn
+        return tree_map(lambda x: spikes if x is made else x, out)
+
+    def _pool(self, name: str, x: Tensor | None, out: Any) -> None:
+        if x is not None and isinstance(out, Tensor) and x.grad_fn is not None:
+            self._pools[x.grad_fn] = name, out.grad_fn
+
+    def _drive(self, name: str, u: Tensor | None) -> None:
+        neuron = self.neurons[name]
+        if u is None or not u.requires_grad or not neuron.layout.fits(u, neuron.drives):
+            return
+        self._note(name, u)
+        signs = torch.randn(u.shape, generator=self._generator).sign().to(u)
+        codes = [torch.zeros(1, dtype=torch.long)]
+        for places, digits in zip(neuron.layout.places(u), (self._step_digits, self._sample_digits), strict=True):
+            codes += [places // self._base**i % self._base for i in range(digits)]
+        self._drives.append((name, u * signs, [2.0 ** c.to(u) for c in codes]))
+        for convolution in _made_of(u, through=True) - self.neurons.keys() - {INPUT}:
+            driven = self.driven.setdefault(convolution, [])
+            if name not in driven:
+                driven.append(name)
+
+    def _awake(self, x: Any) -> Any:
+        """Return random spikes in place of those of a neuron that is silent, or never is: products with 0 hide a path."""
+        if not isinstance(x, Tensor) or 0.01 < int(x.count_nonzero()) / max(1, x.numel()) < 0.99:
+            return x
+        return (torch.rand(x.shape, generator=self._generator) < 0.5).to(x)
+
+    def _hold(self, name: str, out: Any) -> Any:
+        made = first(out)
+        if made is None or dispatch.is_transformed():
+            return None
+        held = made if made.requires_grad else made.detach().requires_grad_()
+        self.outputs.setdefault(name, []).append(held)
+        named = _Output.apply(held, name)
+        return tree_map(lambda x: named if x is made else x, out)
 
 
 def _numbers(plain: Tensor, digits: list[Tensor], dims: int, base: int) -> tuple[Tensor, Tensor] | None:
@@ -158,27 +268,14 @@ def _meeting(plain: Tensor, coded: list[Tensor]) -> Refusal | None:
     return Refusal(Reason.FRAMES_MEET, why) if part else None
 
 
-def _folded(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | Refusal:
-    (t, seen), rows = of_steps, len(samples)
-    T, N = int(t.max()) + 1, int(samples.max()) + 1
-    if rows != T * N:
-        return Refusal(Reason.NO_ORDER, f"it has {rows} rows for {T} steps of {N} samples")
-    row = torch.arange(rows)[seen]
-    if torch.equal(t[seen], row // N) and torch.equal(samples[seen], row % N):
-        return Layout(T, N, 0, True)
-    if torch.equal(t[seen], row % T) and torch.equal(samples[seen], row // T):
-        return Layout(T, N, 0, True, samples_first=True)
-    return Refusal(Reason.NO_ORDER, "its rows are in no order")
-
-
-def _in_two(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | None:
+def _ordered(of_steps: tuple[Tensor, Tensor], samples: Tensor, *layouts: Layout) -> Layout | None:
+    """Return the layout whose steps and samples these numbers are, on the rows that have one."""
     t, seen = of_steps
-    A, B = t.shape
-    a, b = torch.arange(A).view(-1, 1).expand(A, B)[seen], torch.arange(B).expand(A, B)[seen]
-    if A > 1 and torch.equal(t[seen], a) and torch.equal(samples[seen], b):
-        return Layout(A, B, 0)
-    if B > 1 and torch.equal(t[seen], b) and torch.equal(samples[seen], a):
-        return Layout(B, A, 1)
+    rows = t.unsqueeze(-1)
+    for layout in layouts:
+        step, sample = (places.expand(rows.shape)[..., 0][seen] for places in layout.places(rows))
+        if layout.T > 1 and torch.equal(t[seen], step) and torch.equal(samples[seen], sample):
+            return layout
     return None
 
 
@@ -187,20 +284,6 @@ def _digits(largest: int, base: int) -> int:
     while largest > base**count:
         count += 1
     return count
-
-
-def code(
-    net: nn.Module,
-    arguments: tuple[Any, ...],
-    neurons: dict[str, Neuron],
-    looks_at: Callable[[nn.Module], bool] = is_convolution,
-) -> Coded:
-    """Run a copy of ``net`` with codes on the drives of ``neurons``, whose outputs are those of the survey."""
-    coder = _Coder(neurons, looks_at)
-    with torch.enable_grad(), _gradients_stay():
-        given = tree_map(lambda x: _marked(x, INPUT) if isinstance(x, Tensor) else x, copied(arguments))
-        coder.end(run(net, given, coder.hook, as_they_are=True))
-    return coder.found
 
 
 @contextlib.contextmanager
@@ -219,129 +302,11 @@ def _marked(x: Tensor, made_by: str) -> Tensor:
     return made
 
 
-class _Coder:
-    def __init__(self, neurons: dict[str, Neuron], looks_at: Callable[[nn.Module], bool]) -> None:
-        self.neurons, self.looks_at, self.found = neurons, looks_at, Coded()
-        # Nodes of the graph: of each neuron's spikes; what each MaxPool reads and makes.
-        self._spikes: dict[str, Any] = {}
-        self._pools: dict[Any, tuple[str, Any]] = {}
-        self._ends: list[Any] = []
-        self.generator = torch.Generator().manual_seed(0)
-        is_half = any(n.drives.dtype is torch.float16 for n in neurons.values())
-        self.found.digit = base = DIGIT_OF_HALF if is_half else DIGIT
-        self.found.step_digits = _digits(max([n.layout.T for n in neurons.values()], default=1), base)
-        self.found.sample_digits = _digits(max([n.layout.N for n in neurons.values()], default=1), base)
-
-    def hook(self, net: nn.Module) -> list[RemovableHandle]:
-        handles: list[RemovableHandle] = []
-        for name, module in net.named_modules():
-            _without_zeros(module)
-            if name in self.neurons:
-                look = lambda m, a, k, name=name: self._drive(name, first((a, k)))  # noqa: E731
-                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
-                replace_outputs(module, [tree_map(self._awake, out) for out in self.neurons[name].outputs])
-                handles.append(module.register_forward_hook(lambda m, a, out, name=name: self._emit(name, out)))
-            elif self.looks_at(module):
-                look = lambda m, a, k, name=name: self._note(name, first((a, k)))  # noqa: E731
-                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
-                handles.append(module.register_forward_hook(lambda m, a, out, name=name: self._hold(name, out)))
-            elif is_norm(module):
-                look = lambda m, a, k, name=name: self._note(name, first((a, k)))  # noqa: E731
-                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
-            elif isinstance(module, host.ANY_MAX_POOLS) and host.is_multi_step(module):
-                handles.append(module.register_forward_hook(lambda m, a, out, name=name: self._pool(name, first(a), out)))
-        return handles
-
-    def end(self, output: Any) -> None:
-        """Look at what the net returns, and find the MaxPools that alone read a neuron's spikes."""
-        made = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
-        for x in made:
-            self._note(OUTPUT, x)
-        readers: dict[Any, set[Any]] = {}
-        stack = [x.grad_fn for x in made] + self._ends
-        seen = set(stack)
-        while stack:
-            node = stack.pop()
-            for ahead, _ in node.next_functions:
-                readers.setdefault(ahead, set()).add(node)
-                if ahead is not None and ahead not in seen:
-                    seen.add(ahead)
-                    stack.append(ahead)
-        for name, node in self._spikes.items():
-            while node is not None:
-                if node in self._pools and len(readers.get(node, ())) == 1:
-                    self.found.pools[name], node = self._pools[node]
-                    continue
-                # Views of the spikes, which a pool of folded frames reads.
-                behind = readers.get(node, set())
-                node = next(iter(behind)) if len(behind) == 1 else None
-                if type(node).__name__.rstrip("0") not in _VIEWS:
-                    node = None
-
-    def _note(self, name: str, x: Tensor | None) -> None:
-        if x is not None and x.grad_fn is not None:
-            self.found.sources.setdefault(name, set()).update(_made_of(x, through=False))
-            self._ends.append(x.grad_fn)
-
-    def _emit(self, name: str, out: Any) -> Any:
-        made = first(out)
-        if made is None or dispatch.is_transformed():
-            return None
-        spikes = _marked(made, name)
-        if name in self._spikes:  # called twice: no one pool reads it all
-            self._spikes[name] = None
-        else:
-            self._spikes[name] = spikes.grad_fn
-        return tree_map(lambda x: spikes if x is made else x, out)
-
-    def _pool(self, name: str, x: Tensor | None, out: Any) -> None:
-        if x is not None and isinstance(out, Tensor) and x.grad_fn is not None:
-            self._pools[x.grad_fn] = name, out.grad_fn
-
-    def _drive(self, name: str, u: Tensor | None) -> None:
-        neuron, found = self.neurons[name], self.found
-        if u is None or not u.requires_grad or not neuron.layout.fits(u, neuron.drives):
-            return
-        self._note(name, u)
-        signs = torch.randn(u.shape, generator=self.generator).sign().to(u)
-        codes = [torch.zeros(1, dtype=torch.long)]
-        for places, digits in zip(neuron.layout.places(u), (found.step_digits, found.sample_digits), strict=True):
-            codes += [places // found.digit**i % found.digit for i in range(digits)]
-        signed = u * signs
-        found.drives.append((name, [(signed * 2.0 ** c.to(u.dtype)).sum() for c in codes]))
-        for convolution in _made_of(u, through=True) - self.neurons.keys() - {INPUT}:
-            driven = found.driven.setdefault(convolution, [])
-            if name not in driven:
-                driven.append(name)
-
-    def _awake(self, x: Any) -> Any:
-        """Return random spikes in place of those of a neuron that is silent, or never is: products with 0 hide a path."""
-        if not isinstance(x, Tensor) or 0.01 < (x != 0).double().mean() < 0.99:
-            return x
-        return (torch.rand(x.shape, generator=self.generator) < 0.5).to(x)
-
-    def _hold(self, name: str, out: Any) -> Any:
-        made = first(out)
-        if made is None or dispatch.is_transformed():
-            return None
-        held = made if made.requires_grad else made.detach().requires_grad_()
-        self.found.outputs.setdefault(name, []).append(held)
-        named = _Output.apply(held, name)
-        return tree_map(lambda x: named if x is made else x, out)
-
-
 def _without_zeros(module: nn.Module) -> None:
     """Replace parameters that are all zero, as of a norm at the end of a fresh residual branch: they would hide a path."""
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.is_floating_point() and not parameter.detach().any():
             module._parameters[name] = nn.Parameter(torch.ones_like(parameter))
-
-
-def replace_outputs(module: nn.Module, outputs: list[Any]) -> None:
-    """Let a neuron of a copy return these, call by call."""
-    following = iter([*outputs, *outputs[-1:] * 10_000])
-    # Copies: the net may write into them (a residual sum in place).
-    module.forward = lambda *args, **kwargs: copied(next(following))
 
 
 def _made_of(u: Tensor, through: bool) -> set[str]:

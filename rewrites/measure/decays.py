@@ -13,7 +13,7 @@ LEAST = 1e-6
 
 
 class _Steps:
-    """A neuron as a function of two drives, at steps 0 and 1: does it fire at step 1?"""
+    """A neuron as a function of two drives [elements of a step], at steps 0 and 1: does it fire at step 1?"""
 
     def __init__(self, call: Call, layout: Layout) -> None:
         x = call.x
@@ -21,14 +21,12 @@ class _Steps:
             if x.dim() > 3 and dim != layout.dim and x.shape[dim] > 2:
                 x = x.narrow(dim, 0, 2)
         self.call, self.layout = call.on(x.contiguous()), layout
-        self.step = layout.places(x)[0]
-        self.zero = torch.zeros_like(layout.step(x, 1))
+        self.zero = torch.zeros_like(layout.by_step(x)[1])
 
     def fires(self, a: Tensor, b: Tensor) -> Tensor:
         """Return whether each element fires at step 1 on drive a at step 0 and b at step 1."""
-        drives = torch.where(self.step == 0, self.layout.repeated(a), self.layout.repeated(b))
-        drives = torch.where(self.step > 1, torch.zeros_like(drives), drives)
-        return self.layout.step(self.call.run(drives)[0], 1) > 0
+        drives = self.layout.like(torch.stack([a, b, *[self.zero] * (self.layout.T - 2)]), self.call.x)
+        return self.layout.by_step(self.call.on(drives).run())[1] > 0
 
     def least(self, a: Tensor) -> Tensor | None:
         """Return the least drive at step 1 on which each element fires; None if some never does."""

@@ -31,15 +31,11 @@ def find_example(net: nn.Module) -> Tensor:
     # torch logs each failure, and most of these shapes must fail.
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     try:
+        kind = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
         with host.stack_for(net):
-            return _example(net)
+            shape, error = _first_that_fits(net, kind)
     finally:
         logging.getLogger("torch._subclasses.fake_tensor").disabled = False
-
-
-def _example(net: nn.Module) -> Tensor:
-    kind = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
-    shape, error = _first_that_fits(net, kind)
     if shape is None:
         said = f" ({type(error).__name__}: {str(error)[:120]})" if error is not None else ""
         raise ConversionError(
@@ -82,7 +78,7 @@ def _problem(net: nn.Module, x: Tensor) -> Exception | None:
 
 def _without_steps(net: nn.Module) -> nn.Module:
     """Return a copy whose neurons of SpikingJelly hand on what they are given: steps change no shape."""
-    made = copy.deepcopy(fresh(net, hooks=False)).eval()
+    made = copy.deepcopy(fresh(net)).eval()
     for module in made.modules():
         if isinstance(module, tuple(host.NEURONS)) and host.is_multi_step(module):
             module.forward = lambda x, *args, **kwargs: x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sj_tac.rewrites.arguments import copied
-from sj_tac.rewrites.measure.codes import OUTPUT, replace_outputs
+from sj_tac.rewrites.measure.codes import OUTPUT
 from sj_tac.rewrites.measure.neurons import Layout
-from sj_tac.rewrites.measure.runs import TOLERANCE, first, fresh, hooked
+from sj_tac.rewrites.measure.runs import TOLERANCE, before_calls, fresh, replace_outputs
 from sj_tac.rewrites.measure.survey import Neuron
 
 RATE = 0.3
-
-
-def _firsts(steps: int, size: int) -> Tensor:
-    """Return, for each step, the first step of its group."""
-    return torch.arange(steps) // size * size
 
 
 @torch.no_grad()
@@ -34,6 +30,7 @@ def alike(
     Args:
         layouts: of the convolutions.
     """
+    layouts = {**layouts, **{name: neuron.layout for name, neuron in neurons.items()}}
     return _alike(net, arguments, neurons, layouts, 2) & _alike(net, arguments, neurons, layouts, 3)
 
 
@@ -45,48 +42,38 @@ def _alike(
     Each neuron of a copy emits random spikes, and each convolution its own output, equal in groups. What the net's own input
     adds is not; who reads that, directly, is not in the result. OUTPUT is, where the net returns such frames.
     """
-    made, generator, found = fresh(net, hooks=False), torch.Generator().manual_seed(7), dict[str, bool]()
-    layouts = {**layouts, **{name: neuron.layout for name, neuron in neurons.items()}}
+    made, generator, found = fresh(net), torch.Generator().manual_seed(7), dict[str, bool]()
 
-    def look(name: str, x: Tensor | None) -> None:
-        layout = layouts[name]
-        if x is None or x.shape[layout.dim] != layout.T * (layout.N if layout.folded else 1):
+    def firsts(rows: Tensor) -> Tensor:
+        """Return frames [T, elements] with each one the first of its group."""
+        return rows[torch.arange(len(rows)) // size * size]
+
+    def look(name: str, layout: Layout, x: Tensor | None) -> None:
+        if x is None or not layout.counts(x):
             found[name] = False
             return
-        frames = layout.frames.time_first(x, layout.T)
-        frames = frames.reshape(layout.T, -1)
-        off = (frames - frames[_firsts(layout.T, size)]).abs()
-        largest = frames.abs().max().nan_to_num(1.0).clamp_min(1e-12)
-        found[name] = found.get(name, True) and bool((off <= TOLERANCE * largest).all())
+        rows = layout.by_step(x)
+        largest = rows.abs().max().nan_to_num(1.0).clamp_min(1e-12)
+        found[name] = found.get(name, True) and bool((rows - firsts(rows)).abs().max() <= TOLERANCE * largest)
 
     def grouped(x: Tensor, layout: Layout) -> Tensor:
-        """Return x with each frame the first of its group."""
-        if x.shape[layout.dim] != layout.T * (layout.N if layout.folded else 1):
-            return x
-        first_in_time = layout.frames.time_first(x, layout.T)
-        frames = first_in_time.reshape(layout.T, -1)[_firsts(layout.T, size)]
-        return layout.frames.back(frames.reshape(first_in_time.shape), layout.T)
+        return layout.like(firsts(layout.by_step(x)), x) if layout.counts(x) else x
 
     def spikes(x: Any, layout: Layout) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
             return x
         return grouped((torch.rand(x.shape, generator=generator) < RATE).to(x), layout)
 
-    handles = []
     for name, layout in layouts.items():
         module = made.get_submodule(name)
         if name in neurons:
             replace_outputs(module, [tree_map(lambda x, at=layout: spikes(x, at), out) for out in neurons[name].outputs])
         else:
             group = lambda m, a, out, at=layout: grouped(out, at) if isinstance(out, Tensor) else out  # noqa: E731
-            handles.append(module.register_forward_hook(group))
-        handles.append(
-            module.register_forward_pre_hook(lambda m, a, k, name=name: look(name, first((a, k))), with_kwargs=True)
-        )
-    with hooked(handles):
-        out = made(*copied(arguments))
+            module.register_forward_hook(group)
+        before_calls(module, partial(look, name, layout))
+    out = made(*copied(arguments))
     if neurons and isinstance(out, Tensor):
-        layout = next(iter(neurons.values())).layout
-        layouts[OUTPUT] = Layout(layout.T, 1)
-        look(OUTPUT, out if out.dim() else None)
+        T = next(iter(neurons.values())).layout.T
+        look(OUTPUT, Layout(T, 1), out if out.dim() else None)
     return {name for name, is_alike in found.items() if is_alike}

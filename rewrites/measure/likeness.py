@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ class Likeness:
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = fresh(module, hooks=False)(x.clone())
+    out: Tensor = fresh(module)(x.clone())
     return out
 
 
@@ -31,16 +30,13 @@ def likeness(module: nn.Module, x: Tensor, layout: Layout) -> Likeness:
     """Return whether ``module`` maps each frame of x by itself: rows that are drawn with repetition give the rows drawn."""
     if type(module) in PLAIN and "forward" not in vars(module):
         return Likeness()
-    out, given = _run(module, x), x.clone()
-    copy: Any = fresh(module, hooks=False)
-    copy(given)
+    copy, given = fresh(module), x.clone()
+    out = copy(given)
     if not is_same(given, x):
         return Likeness("it writes into its input")
-    copy = fresh(module, hooks=False)
-    once, twice = copy(x.clone()), copy(x.clone())
-    if not is_same(once, out):
+    if not is_same(_run(module, x), out):
         return Likeness("it does not give the same result twice")
-    if not is_same(once, twice):
+    if not is_same(copy(x.clone()), out):
         return Likeness("it keeps a state from call to call")
     generator, rows = torch.Generator().manual_seed(3), x.shape[layout.dim]
     few = max(1, layout.T // 2) * (layout.N if layout.folded else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from sj_tac import host
 from sj_tac.definition import convs
-from sj_tac.definition.frames import Rule
+from sj_tac.definition.frames import Rule, shapes_of
 from sj_tac.definition.noted import is_norm
-from sj_tac.rewrites.measure import codes, groups, steps
+from sj_tac.rewrites.measure import groups, steps
+from sj_tac.rewrites.measure.codes import Coded
 from sj_tac.rewrites.measure.drives import compare
 from sj_tac.rewrites.measure.likeness import likeness
 from sj_tac.rewrites.measure.neurons import Layout
@@ -63,7 +65,7 @@ class Measured:
     """What was measured of a net.
 
     Attributes:
-        convolutions: by name, in the net's order. neurons: by name. others: why other modules are no neurons.
+        convolutions: by name, in the net's order. neurons: by name.
         sources: of each neuron and convolution, and of OUTPUT, what its input is made of: the nearest convolutions and
             neurons, and INPUT. alike: those that take equal frames where the neurons in front emit equal ones.
         pools: of a neuron, the MaxPool that alone reads its spikes. calls: how often each module was called, in their order.
@@ -74,7 +76,6 @@ class Measured:
 
     convolutions: dict[str, Shared | Refusal] = field(default_factory=dict)
     neurons: dict[str, Neuron] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
     sources: dict[str, set[str]] = field(default_factory=dict)
     alike: set[str] = field(default_factory=set)
     pools: dict[str, str] = field(default_factory=dict)
@@ -104,56 +105,59 @@ class Measured:
         return {name: found.sharing(k, net) for name, found in chosen.items()}
 
 
-def measure(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False) -> Measured:
+def measure(net: nn.Module, arguments: tuple[Any, ...], linears: bool = False, groups_too: bool = True) -> Measured:
     """Measure a net on an example. It is left as it was, its hooks do not run, and the random stream does not move.
 
     Args:
         arguments: of its forward; a batch of two or more samples, so that the order of folded rows can be seen.
         linears: plan Linear layers too.
+        groups_too: find ``alike``, which takes two forwards and which collapses and mixed weights alone ask for.
     """
 
     def looks_at(module: nn.Module) -> bool:
         return is_convolution(module) or (linears and isinstance(module, nn.Linear))
 
     with undisturbed(net):
-        return _Planner(net, arguments, looks_at).run()
+        return _Planner(net, arguments, looks_at).run(groups_too)
 
 
 class _Planner:
     def __init__(self, net: nn.Module, arguments: tuple[Any, ...], looks_at: Callable[[nn.Module], bool]) -> None:
         self.net, self.arguments, self.looks_at = net, arguments, looks_at
-        self.found = Measured()
+        self.found, self.surveyed = Measured(), survey(net, arguments, looks_at)
 
-    def run(self) -> Measured:
-        surveyed, found = survey(self.net, self.arguments, self.looks_at), self.found
-        hooked = [n or type(m).__name__ for n, m in self.net.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    def run(self, groups_too: bool) -> Measured:
+        surveyed, found, modules = self.surveyed, self.found, dict(self.net.named_modules())
+        hooked = [n or type(m).__name__ for n, m in modules.items() if m._forward_hooks or m._forward_pre_hooks]
         if hooked:
             found.notes.append(f"planned without the hooks of {hooked[:3]}: one that changes data makes another net of it")
-        found.neurons, found.others = surveyed.neurons, surveyed.others
-        coded = codes.code(self.net, self.arguments, surveyed.neurons, self.looks_at)
-        for name, module in self.net.named_modules():
+        found.neurons, found.calls = surveyed.neurons, surveyed.calls
+        coded = Coded(self.net, self.arguments, surveyed.neurons, self.looks_at)
+        for name, module in modules.items():
             if self.looks_at(module) and name not in surveyed.neurons:
-                found.convolutions[name] = self._first_look(name, module, surveyed, coded)
-        found.sources, found.pools, found.calls = coded.sources, coded.pools, surveyed.calls
-        found.kinds = {n: type(self.net.get_submodule(n)).__qualname__ for n in found.neurons}
-        found.norms = tuple(n for n, m in self.net.named_modules() if is_norm(m) and n in surveyed.calls)
-        found.macs = {n: m for n, outs in coded.outputs.items() if (m := self._macs(n, surveyed, outs)) is not None}
+                found.convolutions[name] = self._first_look(name, module, coded)
+        found.sources, found.pools = coded.sources, coded.pools
+        found.kinds = {n: type(modules[n]).__qualname__ for n in found.neurons}
+        found.norms = tuple(n for n, m in modules.items() if is_norm(m) and n in surveyed.calls)
+        found.macs = {n: m for n, outs in coded.outputs.items() if (m := self._macs(n, modules[n], outs)) is not None}
         del coded
-        self._are_alike(surveyed)
-        self._find_steps(surveyed)
+        for name, shared in found.shared.items():
+            found.convolutions[name] = self._compare_frames(name, shared)
+        self._find_steps()
         self._compare_drives()
-        layouts = {name: shared.layout for name, shared in found.shared.items()}
-        found.alike = groups.alike(self.net, self.arguments, found.neurons, layouts)
+        if groups_too:
+            layouts = {name: shared.layout for name, shared in found.shared.items()}
+            found.alike = groups.alike(self.net, self.arguments, found.neurons, layouts)
         return found
 
-    def _first_look(self, name: str, module: nn.Module, surveyed: Survey, coded: codes.Coded) -> Shared | Refusal:
-        calls, driven = surveyed.calls.get(name, 0), coded.driven.get(name, [])
+    def _first_look(self, name: str, module: nn.Module, coded: Coded) -> Shared | Refusal:
+        calls, driven = self.surveyed.calls.get(name, 0), coded.driven.get(name, [])
         if not calls:
             return Refusal(Reason.NEVER_CALLED, "it is never called as a module")
         outputs = coded.outputs.get(name)
         if not outputs:
             return Refusal(Reason.NO_TENSOR, "it returns no tensor of numbers")
-        leads, notes = _leads(module, outputs[0]), []
+        leads, notes = _leads(module, outputs[0]), list[str]()
         read = coded.read(name, leads)
         if driven and any(isinstance(r, Refusal) and r.reason is Reason.FRAMES_MEET for r in read):
             # Later neurons may stand behind attention over time: the nearest one decides.
@@ -167,45 +171,13 @@ class _Planner:
             return Refusal(Reason.OTHER_FRAMES, f"its {calls} calls take other frames each")
         if convs.torchs_own(module) and layouts[0].dim >= max(1, leads):
             return Refusal(Reason.TIME_IN_CHANNELS, "time is among its channels")
-        return self._weighed(Shared(layouts[0], tuple(driven), notes=tuple(notes)))
+        decay = self._weigh(driven, notes)
+        return Shared(layouts[0], tuple(driven), decay=decay, notes=tuple(notes))
 
-    def _mean_decay(self, name: str, module: Any, found: Shared) -> tuple[float, Shared]:
-        """Return the mean of a known neuron's decays, one for each channel or place, and a note of it."""
-        values = 1 - module.w.sigmoid() if hasattr(module, "w") else 1 - 1 / module.tau
-        note = f"{host.many_numbers(module)} in {name!r}: the mean of its decays is taken"
-        self.found.neurons[name].decay = mean = float(values.detach().double().mean())
-        return mean, replace(found, notes=(*found.notes, note))
-
-    def _macs(self, name: str, surveyed: Survey, outputs: list[Tensor]) -> tuple[int, int] | None:
-        """Return T and the multiply-accumulates of one frame; of a layer without a layout, T is 1 and a frame is all."""
-        module: Any = self.net.get_submodule(name)
-        weight, found = getattr(module, "weight", None), self.found.convolutions.get(name)
-        if not isinstance(weight, Tensor) or weight.dim() < 2 or len(outputs) != 1:
-            return None
-        is_transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-        counted = surveyed.inputs[name][0] if is_transposed else outputs[0]
-        total = counted.numel() * (weight.numel() // weight.shape[0])
-        T, N = (found.layout.T, found.layout.N) if isinstance(found, Shared) else (1, self._samples(module, outputs[0]))
-        return T, total // (T * N)
-
-    def _samples(self, module: nn.Module, out: Tensor) -> int:
-        """Return N of the first neuron; of a net that has none, of a layer that takes [T, N, ...]."""
-        unfolded = out.shape[1] if _leads(module, out) > 1 else 1
-        return next((neuron.layout.N for neuron in self.found.neurons.values()), unfolded)
-
-    def _weighed(self, found: Shared) -> Shared | Refusal:
-        """Return it with the decay of its first neuron, and a note where others decay otherwise."""
-        decays = {}
-        for name in found.neurons:
-            neuron, module = self.found.neurons[name], self.net.get_submodule(name)
-            if not neuron.is_known:
-                decays[name] = neuron.decay
-            elif host.many_numbers(module):
-                decays[name], found = self._mean_decay(name, module, found)
-            else:
-                with torch.no_grad():
-                    decays[name] = float(host.decay(module, torch.float64))
-        first, notes = self.found.neurons[found.neurons[0]], list(found.notes)
+    def _weigh(self, driven: list[str], notes: list[str]) -> float | None:
+        """Return the decay of the first neuron, None where its class tells it; and note where others decay otherwise."""
+        decays = {name: self._decay(name, notes) for name in driven}
+        first = self.found.neurons[driven[0]]
         known = {round(d, 4) for d in decays.values() if d is not None}
         if len(known) > 1:
             notes.append(f"its neurons decay by {sorted(known)}; the frames are weighed for {first.name!r}")
@@ -213,104 +185,113 @@ class _Planner:
             notes.append(
                 f"decays of {first.name!r} differ by {first.spread:.2g} from element to element; their mean is taken"
             )
-        decay = decays.get(first.name)
+        decay = decays[first.name]
         if decay is None:
             notes.append(f"the decay of {first.name!r} is unknown: all frames of a group weigh the same")
-        needs_number = not first.is_known or bool(host.many_numbers(self.net.get_submodule(first.name)))
-        return replace(found, decay=(1.0 if decay is None else decay) if needs_number else None, notes=tuple(notes))
+        if first.is_known and not host.many_numbers(self.net.get_submodule(first.name)):
+            return None
+        return 1.0 if decay is None else decay
 
-    def _are_alike(self, surveyed: Survey) -> None:
-        for name, found in self.found.shared.items():
-            try:
-                seen = likeness(self.net.get_submodule(name), surveyed.inputs[name][0], found.layout)
-            except Exception as error:
-                self.found.convolutions[name] = Refusal(Reason.NOT_RUN, f"it cannot be run alone ({_said(error)})")
-                continue
-            kept = replace(found, plain=seen.plain)
-            self.found.convolutions[name] = Refusal(Reason.NOT_ALIKE, seen.problem) if seen.problem else kept
+    def _decay(self, name: str, notes: list[str]) -> float | None:
+        """Return a neuron's decay; of one that has a decay for each channel or place, their mean, with a note."""
+        neuron, module = self.found.neurons[name], self.net.get_submodule(name)
+        if neuron.is_known and (many := host.many_numbers(module)):
+            values: Any = 1 - module.w.sigmoid() if hasattr(module, "w") else 1 - 1 / module.tau  # type: ignore[operator]
+            neuron.decay = float(values.detach().double().mean())
+            notes.append(f"{many} in {name!r}: the mean of its decays is taken")
+        elif neuron.is_known:
+            with torch.no_grad():
+                return float(host.decay(module, torch.float64))
+        return neuron.decay
 
-    def _find_steps(self, surveyed: Survey) -> None:
+    def _macs(self, name: str, module: Any, outputs: list[Tensor]) -> tuple[int, int] | None:
+        """Return T and the multiply-accumulates of one frame; of a layer without a layout, T is 1 and a frame is all."""
+        weight, found, out = getattr(module, "weight", None), self.found.convolutions.get(name), outputs[0]
+        if not isinstance(weight, Tensor) or weight.dim() < 2 or len(outputs) != 1:
+            return None
+        is_transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        counted = self.surveyed.inputs[name][0] if is_transposed else out
+        total = counted.numel() * (weight.numel() // weight.shape[0])
+        if isinstance(found, Shared):
+            T, N = found.layout.T, found.layout.N
+        else:  # N of the first neuron; of a net that has none, of a layer that takes [T, N, ...]
+            unfolded = out.shape[1] if _leads(module, out) > 1 else 1
+            T, N = 1, next((neuron.layout.N for neuron in self.found.neurons.values()), unfolded)
+        return T, total // (T * N)
+
+    def _compare_frames(self, name: str, found: Shared) -> Shared | Refusal:
+        try:
+            seen = likeness(self.net.get_submodule(name), self.surveyed.inputs[name][0], found.layout)
+        except Exception as error:
+            return Refusal(Reason.NOT_RUN, f"it cannot be run alone ({_said(error)})")
+        return Refusal(Reason.NOT_ALIKE, seen.problem) if seen.problem else replace(found, plain=seen.plain)
+
+    def _find_steps(self) -> None:
         """Run other batch sizes and other T, where rows are folded, and keep the rules that always find T."""
         if not any(found.layout.folded for found in self.found.shared.values()):
             return
-        examples = [self._example(surveyed)]
+        surveys = [self.surveyed]
         for other in steps.varied(self.arguments):
             try:
-                seen = survey(self.net, other, self.looks_at)
+                surveys.append(survey(self.net, other, self.looks_at))
             except Exception as error:
-                shapes = steps.shapes_of(other)
-                self.found.notes.append(f"it does not run on {shapes}: {_said(error)}")
+                self.found.notes.append(f"it does not run on {shapes_of(other)}: {_said(error)}")
                 continue
-            self._order(other, seen, surveyed)
-            examples.append(self._example(seen))
+            self._find_order(other, surveys[-1])
         for name, found in self.found.shared.items():
             if not found.layout.folded:
                 continue
-            of, rules = steps.rules(name, examples)
-            shown = [(e.rows[name], e.steps[name]) for e in examples if name in e.steps and name in e.rows]
+            of, rules = steps.rules(name, found.neurons[0], surveys)
+            shown = steps.seen(name, found.neurons[0], surveys)
             notes = (*found.notes, "T was seen at one shape only") if len(shown) < 2 else found.notes
-            kept = replace(found, of=of, rules=rules, notes=notes)
             unclear = Refusal(Reason.STEPS_UNKNOWN, f"no rule finds T of a call: (rows, T) were {shown}")
-            self.found.convolutions[name] = kept if rules else unclear
+            self.found.convolutions[name] = replace(found, of=of, rules=rules, notes=notes) if rules else unclear
 
-    def _example(self, seen: Survey) -> steps.Example:
-        """Return what a survey shows of T; a convolution's T is that of the first neuron that it drives."""
-        rows = {name: x[0].shape[0] for name, x in seen.inputs.items()}
-        known = {n: f.neurons[0] for n, f in self.found.shared.items() if f.neurons[0] in seen.neurons}
-        times = {name: seen.neurons[neuron].layout.T for name, neuron in known.items()}
-        return steps.Example(seen.shapes, rows, times)
-
-    def _order(self, arguments: tuple[Any, ...], seen: Survey, before: Survey) -> None:
+    def _find_order(self, arguments: tuple[Any, ...], seen: Survey) -> None:
         """See the order of folded rows with more samples, where the example had one."""
         unsure = [
-            name
+            (name, found)
             for name, found in self.found.shared.items()
             if found.layout.folded and found.layout.N == 1 and found.neurons[0] in seen.neurons
-            and seen.inputs[name][0].shape[0] != before.inputs[name][0].shape[0]
+            and seen.inputs[name][0].shape[0] != self.surveyed.inputs[name][0].shape[0]
             and seen.neurons[found.neurons[0]].layout.T == found.layout.T
         ]  # fmt: skip
         if not unsure:
             return
-        coded = codes.code(self.net, arguments, seen.neurons, self.looks_at)
-        for name in unsure:
-            found = self.found.shared[name]
-            leads = _leads(self.net.get_submodule(name), coded.outputs[name][0])
-            read = coded.read(name, leads, found.neurons[0])[0]
+        coded = Coded(self.net, arguments, seen.neurons, self.looks_at)
+        for name, found in unsure:
+            read = coded.read(name, _leads(self.net.get_submodule(name), coded.outputs[name][0]), found.neurons[0])[0]
             if isinstance(read, Refusal):
                 self.found.convolutions[name] = replace(read, detail=f"with more samples, {read.detail}")
             else:
                 self.found.convolutions[name] = replace(found, layout=replace(read, T=found.layout.T, N=1))
 
     def _compare_drives(self) -> None:
-        """Share all at k = 2, see how far drives are off; leave what then fails to run."""
+        """See how far drives are off where all are shared at k = 2; share each alone that is off, all if the net fails."""
         found = self.found
         try:
-            off = compare(self.net, self.arguments, found.sharings(2, self.net, approximate=True), found.neurons)
+            together = compare(self.net, self.arguments, found.sharings(2, self.net, approximate=True), found.neurons)
         except Exception:
-            off = self._one_by_one()
+            together = None
+        drivers = Counter(neuron for shared in found.shared.values() for neuron in shared.neurons)
         for name, shared in found.shared.items():
-            largest = _largest(off, shared)
-            if largest is not None and not self._is_rounding(largest, shared):  # its own doing, or another convolution's?
-                largest = _largest(
-                    compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, found.neurons), shared
-                )
-            is_affine = largest is not None and self._is_rounding(largest, shared)
-            found.convolutions[name] = replace(shared, off=largest, is_affine=is_affine)
+            off = None if together is None else _largest(together, shared)
+            is_off = off is not None and not self._is_rounding(off, shared)
+            # Another convolution may have done it, unless the one neuron has no other.
+            if together is None or (is_off and (len(shared.neurons) > 1 or drivers[shared.neurons[0]] > 1)):
+                try:
+                    alone = compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, found.neurons)
+                except Exception as error:
+                    why = f"shared at k = 2, the net does not run ({_said(error)})"
+                    found.convolutions[name] = Refusal(Reason.NOT_RUN, why)
+                    continue
+                off = _largest(alone, shared)
+            is_affine = off is not None and self._is_rounding(off, shared)
+            found.convolutions[name] = replace(shared, off=off, is_affine=is_affine)
 
     def _is_rounding(self, off: float, shared: Shared) -> bool:
         kind = self.found.neurons[shared.neurons[0]].drives.dtype
         return off <= max(AFFINE, ROUNDINGS * torch.finfo(kind).eps)
-
-    def _one_by_one(self) -> dict[str, float]:
-        off: dict[str, float] = {}
-        for name, shared in self.found.shared.items():
-            try:
-                off |= compare(self.net, self.arguments, {name: shared.sharing(2, self.net)}, self.found.neurons)
-            except Exception as error:
-                self.found.convolutions[name] = Refusal(
-                    Reason.NOT_RUN, f"shared at k = 2, the net does not run ({_said(error)})"
-                )
-        return off
 
 
 def _said(error: Exception) -> str:

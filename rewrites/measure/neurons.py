@@ -32,6 +32,10 @@ class Layout:
         """The layout at any size; T of folded rows is still to be found."""
         return Frames(self.dim, self.folded, self.samples_first)
 
+    def counts(self, x: Tensor) -> bool:
+        """Return whether x has as many rows as this layout."""
+        return x.shape[self.dim] == self.T * (self.N if self.folded else 1)
+
     def fits(self, x: Tensor, like: Tensor) -> bool:
         """Return whether x has frames of this layout, as ``like`` has, be its maps of another size."""
         dims = 1 if self.folded else min(2, like.dim() - 1)
@@ -46,19 +50,13 @@ class Layout:
         samples = _along(x, other) if x.dim() > 2 and x.shape[other] > 1 else torch.zeros([1] * x.dim(), dtype=torch.long)
         return _along(x, self.dim), samples
 
-    def step(self, x: Tensor, t: int) -> Tensor:
-        """Return the rows of step t."""
-        if not self.folded:
-            return x.select(self.dim, t)
-        sizes = (self.N, self.T) if self.samples_first else (self.T, self.N)
-        return x.reshape(*sizes, *x.shape[1:]).select(1 if self.samples_first else 0, t)
+    def by_step(self, x: Tensor) -> Tensor:
+        """Return x as [T, elements of a step]."""
+        return self.frames.time_first(x, self.T).reshape(self.T, -1)
 
-    def repeated(self, rows: Tensor) -> Tensor:
-        """Return frames of which each step is ``rows`` (as from ``step``)."""
-        if not self.folded:
-            return rows.unsqueeze(self.dim).repeat_interleave(self.T, self.dim)
-        dim = 1 if self.samples_first else 0
-        return rows.unsqueeze(dim).repeat_interleave(self.T, dim).flatten(0, 1)
+    def like(self, rows: Tensor, x: Tensor) -> Tensor:
+        """Return the tensor of x's shape of which ``by_step`` made ``rows``."""
+        return self.frames.back(rows.reshape(self.frames.time_first(x, self.T).shape), self.T).contiguous()
 
 
 def _along(x: Tensor, dim: int) -> Tensor:
@@ -89,7 +87,7 @@ class Stimulus:
         base, noise, out = self._drawn(seed)
         shape = [1] * base.dim()
         shape[self.dim] = -1
-        other = self.call.run(torch.where(rows.view(shape), base + noise, base))[0]
+        other = self.call.on(torch.where(rows.view(shape), base + noise, base)).run()
         return _differ(other, out, self.dim)
 
     def _drawn(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +102,7 @@ class Stimulus:
             shape = x.double() / size if seed % 2 else torch.randn(x.shape, generator=generator).double()
             base = (magnitude * shape).to(x.dtype)
             noise = (3 * magnitude * torch.randn(x.shape, generator=generator).double()).to(x.dtype)
-            self._undisturbed[seed] = base, noise, self.call.run(base)[0]
+            self._undisturbed[seed] = base, noise, self.call.on(base).run()
         return self._undisturbed[seed]
 
 
@@ -144,9 +142,9 @@ def cropped(call: Call, out: Tensor) -> Call | str:
     if x.dim() >= 4 and max(x.shape[-2:]) > 4:
         small = call.on(x[..., :4, :4].contiguous())
         with contextlib.suppress(Exception):  # it may want maps of this size
-            same = is_same(small.run()[0], out[..., :4, :4])
+            same = is_same(small.run(), out[..., :4, :4])
             return small if same else "its pixels influence each other, or it draws random numbers"
-    return call if is_same(call.run()[0], out) else "it does not give the same result twice"
+    return call if is_same(call.run(), out) else "it does not give the same result twice"
 
 
 def is_refuted(reason: str) -> bool:
@@ -156,8 +154,6 @@ def is_refuted(reason: str) -> bool:
 
 def find_layout(call: Call, out: Tensor) -> Layout | str:
     """Return where the frames of a neuron's drives are; or, in words, why the module is no neuron."""
-    if out.shape != call.x.shape:
-        return "its output has another shape than its input"
     small = cropped(call, out)
     if isinstance(small, str):
         return small

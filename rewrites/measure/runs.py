@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from sj_tac import host
 from sj_tac.rewrites.arguments import copied
@@ -23,8 +22,8 @@ from sj_tac.rewrites.arguments import copied
 TOLERANCE = 1e-5
 
 
-def fresh(module: nn.Module, hooks: bool = True) -> nn.Module:
-    """Return a deep copy that shares the parameters. Without ``hooks``, the user's are gone; torch's and ours stay."""
+def fresh(module: nn.Module) -> nn.Module:
+    """Return a deep copy that shares the parameters. The user's hooks are gone; torch's and ours stay."""
     shared: dict[int, Any] = {id(p): p for p in module.parameters()}
     # A tensor that a call left behind, with its graph, has no deep copy.
     shared |= {id(x): x.detach().clone() for x in _kept(module) if x.grad_fn is not None}
@@ -33,12 +32,10 @@ def fresh(module: nn.Module, hooks: bool = True) -> nn.Module:
         for name, value in vars(part).items():
             if isinstance(value, FunctionType) and value.__closure__:
                 vars(part)[name] = _rebound(value, shared)
-    if not hooks:
-        for part in made.modules():
-            for held in (part._forward_hooks, part._forward_pre_hooks):
-                # Old weight_norm and pruning compute their weight in a hook.
-                for number in [n for n, hook in held.items() if not _is_kept(hook)]:
-                    del held[number]
+        for held in (part._forward_hooks, part._forward_pre_hooks):
+            # Old weight_norm and pruning compute their weight in a hook.
+            for number in [n for n, hook in held.items() if not _is_kept(hook)]:
+                del held[number]
     return made
 
 
@@ -57,9 +54,7 @@ def _rebound(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
             elif isinstance(held, nn.Module) and id(held) in copies:
                 cell = CellType(copies[id(held)])
         cells.append(cell)
-    made = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )  # fmt: skip
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 
@@ -91,14 +86,16 @@ def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, kinds) or any(p.dim() >= 3 and sum(s > 1 for s in p.shape) >= 2 for p in own)
 
 
-@contextlib.contextmanager
-def hooked(handles: list[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks in the end."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def before_calls(module: nn.Module, look: Callable[[Tensor | None], None]) -> None:
+    """Let ``look`` see the first tensor that each call of a copy's module is given."""
+    module.register_forward_pre_hook(lambda m, args, kwargs: look(first((args, kwargs))), with_kwargs=True)
+
+
+def replace_outputs(module: nn.Module, outputs: list[Any]) -> None:
+    """Let a neuron of a copy return these, call by call."""
+    following = iter([*outputs, *outputs[-1:] * 10_000])
+    # Copies: the net may write into them (a residual sum in place).
+    module.forward = lambda *args, **kwargs: copied(next(following))
 
 
 @contextlib.contextmanager
@@ -138,14 +135,13 @@ class Call:
     """One recorded call of a module: a copy of it as it was before the call, and its arguments.
 
     Attributes:
-        x: the first tensor among the arguments; measurements put another in its place. runs: how often it ran.
+        x: the first tensor among the arguments; measurements put another in its place.
     """
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.module = fresh(module, hooks=False)
+        self.module = fresh(module)
         self._values, self._form = tree_flatten((copied(args), copied(kwargs)))
         self._place = next(i for i, v in enumerate(self._values) if isinstance(v, Tensor))
-        self.runs = 0
 
     @property
     def x(self) -> Tensor:
@@ -160,35 +156,13 @@ class Call:
         made._values[self._place] = x
         return made
 
-    def run(self, x: Tensor | None = None, times: int = 1) -> list[Tensor]:
-        """Return the first tensor of each output of ``times`` calls after one another, from the recorded state on."""
-        self.runs += times
-        module, outputs = fresh(self.module), []
-        for _ in range(times):
-            values = copied(self._values)
-            values[self._place] = (self.x if x is None else x).clone()
-            args, kwargs = tree_unflatten(values, self._form)
-            out = first(module(*args, **kwargs))
-            if out is None:
-                raise ValueError("it returns no tensor of numbers")
-            outputs.append(out)
-        return outputs
-
-
-def run(
-    net: nn.Module,
-    arguments: tuple[Any, ...],
-    hook: Callable[[nn.Module], list[RemovableHandle]] | None = None,
-    as_they_are: bool = False,
-) -> Any:
-    """Return the output of a copy of ``net``; ``hook`` registers hooks on the copy.
-
-    Args:
-        as_they_are: it gets the arguments themselves, not copies.
-    """
-    made = fresh(net, hooks=False)
-    with hooked([] if hook is None else hook(made)):
-        return made(*(arguments if as_they_are else copied(arguments)))
+    def run(self) -> Tensor:
+        """Return the first tensor of the output, from the recorded state on."""
+        args, kwargs = tree_unflatten(copied(self._values), self._form)
+        out = first(fresh(self.module)(*args, **kwargs))
+        if out is None:
+            raise ValueError("it returns no tensor of numbers")
+        return out
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:

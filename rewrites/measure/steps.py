@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sj_tac.definition.frames import Rule
-
-
-@dataclass(frozen=True)
-class Example:
-    """What one run showed.
-
-    Attributes:
-        shapes: of each module around convolutions, those of its input tensors. rows, steps: of each convolution; steps is T.
-    """
-
-    shapes: Mapping[str, tuple[tuple[int, ...], ...]]
-    rows: Mapping[str, int]
-    steps: Mapping[str, int]
-
-
-def shapes_of(arguments: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of all tensors among the arguments of a call, in their order."""
-    return tuple(tuple(x.shape) for x in torch.utils._pytree.tree_leaves(arguments) if isinstance(x, Tensor))
+from sj_tac.rewrites.measure.survey import Survey
 
 
 def varied(arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -46,32 +28,38 @@ def _longer(value: Any, dim: int, size: int) -> Any:
     return value
 
 
-def rules(name: str, examples: list[Example]) -> tuple[str, tuple[Rule, ...]]:
-    """Return the module around a convolution whose calls tell its T, and all rules that find it in each of the examples.
+def seen(name: str, neuron: str, surveys: list[Survey]) -> list[tuple[int, int]]:
+    """Return rows and T of a convolution in each run; its T is that of the neuron that it drives."""
+    return [(s.inputs[name][0].shape[0], s.neurons[neuron].layout.T) for s in _of(name, neuron, surveys)]
+
+
+def _of(name: str, neuron: str, surveys: list[Survey]) -> list[Survey]:
+    return [s for s in surveys if name in s.inputs and neuron in s.neurons]
+
+
+def rules(name: str, neuron: str, surveys: list[Survey]) -> tuple[str, tuple[Rule, ...]]:
+    """Return the module around a convolution whose calls tell its T, and all rules that find it in each of the runs.
 
     The nearest module that tells T is taken: then a call of a part of the net shares as well. A size alone tells it only if
     T was seen to vary; it may be the number of channels.
     """
-    shown = [e for e in examples if name in e.steps and name in e.rows]
+    shown = seen(name, neuron, surveys)
     if not shown:
         return "", ()
-    varies = len({e.steps[name] for e in shown}) > 1
+    varies = len({T for _, T in shown}) > 1
     parts = name.split(".")[:-1]
     for of in [".".join(parts[:i]) for i in range(len(parts), -1, -1)]:
-        found = _rules_of(of, name, shown)
+        found = _rules_of([s.shapes.get(of, ()) for s in _of(name, neuron, surveys)], shown)
         kinds = {rule.kind for rule in found}
         if "quotient" in kinds or (varies and "size" in kinds) or not of:
             return of, found
     raise AssertionError("the net itself is the last")
 
 
-def _rules_of(of: str, name: str, shown: list[Example]) -> tuple[Rule, ...]:
-    candidates = [Rule("rows"), Rule("number", shown[0].steps[name])]
+def _rules_of(shapes: list[tuple[tuple[int, ...], ...]], shown: list[tuple[int, int]]) -> tuple[Rule, ...]:
+    candidates = [Rule("rows"), Rule("number", shown[0][1])]
     kinds: tuple[Literal["size", "quotient"], ...] = ("size", "quotient")
-    for kind in kinds:
-        candidates += [
-            Rule(kind, argument=i, dim=d)
-            for i, shape in enumerate(shown[0].shapes.get(of, ()))
-            for d in range(min(2, len(shape)))
-        ]
-    return tuple(r for r in candidates if all(r.steps(e.rows[name], e.shapes.get(of, ())) == e.steps[name] for e in shown))
+    sizes = [(i, d) for i, shape in enumerate(shapes[0]) for d in range(min(2, len(shape)))]
+    candidates += [Rule(kind, argument=i, dim=d) for kind in kinds for i, d in sizes]
+    examples = list(zip(shown, shapes, strict=True))
+    return tuple(r for r in candidates if all(r.steps(rows, of) == T for (rows, T), of in examples))

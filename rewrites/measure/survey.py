@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from sj_tac import host
 from sj_tac.definition import neurons
+from sj_tac.definition.frames import shapes_of
+from sj_tac.rewrites.arguments import copied
 from sj_tac.rewrites.measure import decays
 from sj_tac.rewrites.measure.neurons import Layout, find_layout, is_refuted
-from sj_tac.rewrites.measure.runs import Call, first, is_convolution, run
-from sj_tac.rewrites.measure.steps import shapes_of
+from sj_tac.rewrites.measure.runs import Call, first, fresh, is_convolution
 
 
 @dataclass
@@ -43,23 +43,19 @@ class Survey:
     """What one run shows.
 
     Attributes:
-        neurons: by name, in the order of their first calls. others: why a module that was tried is no neuron.
-        calls: how often each module was called. inputs: of each convolution, what each of its calls was given.
+        neurons: by name, in the order of their first calls. calls: how often each module was called.
+        inputs: of each convolution, what each of its calls was given.
         shapes: of each module around convolutions, the shapes of the tensors that its one call was given.
     """
 
     neurons: dict[str, Neuron] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
 
 def survey(
-    net: nn.Module,
-    arguments: tuple[Any, ...],
-    looks_at: Callable[[nn.Module], bool] = is_convolution,
-    to_first_neuron: bool = False,
+    net: nn.Module, arguments: tuple[Any, ...], looks_at: Callable[[nn.Module], bool], to_first_neuron: bool = False
 ) -> Survey:
     """Return what a run of a copy of ``net`` shows.
 
@@ -67,9 +63,10 @@ def survey(
         looks_at: modules whose inputs are kept. No module above one of them, or above a convolution, is tried as a neuron.
         to_first_neuron: the run ends behind it.
     """
-    surveyor = _Surveyor(looks_at, to_first_neuron)
+    made = fresh(net)
+    surveyor = _Surveyor(made, looks_at, to_first_neuron)
     with torch.no_grad(), contextlib.suppress(_Enough):
-        run(net, arguments, surveyor.hook)
+        made(*copied(arguments))
     return surveyor.found
 
 
@@ -78,93 +75,70 @@ class _Enough(Exception):
 
 
 class _Surveyor:
-    def __init__(self, looks_at: Callable[[nn.Module], bool], to_first_neuron: bool) -> None:
+    def __init__(self, net: nn.Module, looks_at: Callable[[nn.Module], bool], to_first_neuron: bool) -> None:
         self.found, self.looks_at, self.to_first_neuron = Survey(), looks_at, to_first_neuron
         self._open: list[Call | None] = []
-        self._seen: dict[Hashable, Layout | str] = {}
-        self._decays: dict[Hashable, tuple[float, float] | None] = {}
-
-    def hook(self, net: nn.Module) -> list[RemovableHandle]:
-        handles: list[RemovableHandle] = []
-        self._closed = {n for n, m in net.named_modules() if any(map(self._is_looked_at, m.modules()))}
+        self._seen: dict[Hashable, tuple[Layout | str, tuple[float, float] | None]] = {}
+        self._closed = {
+            name for name, module in net.named_modules() if any(is_convolution(m) or looks_at(m) for m in module.modules())
+        }
         for name, module in net.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
-                continue
-            handles += [
-                module.register_forward_pre_hook(lambda m, a, k, name=name: self._before(name, m, a, k), with_kwargs=True),
-                module.register_forward_hook(lambda m, a, k, o, name=name: self._after(name, m, o), with_kwargs=True),
-            ]
-        return handles
-
-    def _is_looked_at(self, module: nn.Module) -> bool:
-        return is_convolution(module) or self.looks_at(module)
+            if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+                # Functions, which a deep copy of a module shares: it must not copy the surveyor.
+                module.register_forward_pre_hook(lambda m, a, k, name=name: self._before(name, m, a, k), with_kwargs=True)
+                module.register_forward_hook(lambda m, a, out, name=name: self._after(name, m, out))
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found = self.found
         if self.to_first_neuron and found.neurons:
             raise _Enough
-        found.calls[name] = found.calls.get(name, 0) + 1
-        x = first((args, kwargs))
+        count = found.calls[name] = found.calls.get(name, 0) + 1
+        x, call = first((args, kwargs)), None
         if name in self._closed:
             # A module that is called several times may be given other frames each time.
-            found.shapes[name] = shapes_of((args, kwargs)) if found.calls[name] == 1 else ()
-        if self.looks_at(module) and x is not None:
-            found.inputs.setdefault(name, []).append(x.detach())
-        is_tried = x is not None and name not in self._closed and found.calls[name] == 1
-        if is_tried and x is not None and _is_one_of_three(module):
-            found.neurons[name] = Neuron(name, _known_layout(module, x), x.detach().clone(), is_known=True)
-        # The first tensor is what is disturbed: numbers, of rows.
-        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        is_tried &= name not in found.neurons and bool(tensors) and tensors[0] is x and not _is_no_neuron(module)
-        self._open.append(Call(module, args, kwargs) if is_tried else None)
+            found.shapes[name] = shapes_of((args, kwargs)) if count == 1 else ()
+            if x is not None and self.looks_at(module):
+                found.inputs.setdefault(name, []).append(x.detach())
+        elif x is not None and count == 1:
+            if neurons.is_known(module) and host.is_multi_step(module):  # its class tells its layout and its decay
+                found.neurons[name] = Neuron(name, _known_layout(module, x), x.detach().clone(), is_known=True)
+            # The first tensor is what is disturbed: numbers, of rows.
+            elif not _is_no_neuron(module) and x is next(a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)):
+                call = Call(module, args, kwargs)
+        self._open.append(call)
 
     def _after(self, name: str, module: nn.Module, output: Any) -> None:
-        call, found = self._open.pop(), self.found
+        call, found, out = self._open.pop(), self.found, first(output)
         if name in found.neurons:
-            found.neurons[name].outputs.append(_detached(output))
-        out = first(output)
+            found.neurons[name].outputs.append(copied(output))
         if call is None or out is None or any(n.startswith(f"{name}.") for n in found.neurons):
             return
         is_registered = host.is_registered_neuron(module)
-        try:
-            layout = self._look(call, out)
-        except Exception as error:
-            layout = f"it cannot be run alone ({type(error).__name__}: {str(error)[:80]})"
+        layout, decay = self._look(call, out, is_registered)
         if isinstance(layout, str):
-            if is_registered and not is_refuted(layout):  # its class tells
-                found.neurons[name] = Neuron(name, _known_layout(module, call.x), call.x, [_detached(output)], is_known=True)
+            if not is_registered or is_refuted(layout):
                 return
-            found.others[name] = layout
-            return
-        neuron = Neuron(name, layout, call.x, [_detached(output)], is_known=is_registered)
-        if is_registered:
-            found.neurons[name] = neuron
-            return
-        if (measured := self._decay(call, layout)) is not None:
-            neuron.decay, neuron.spread = measured
-        found.neurons[name] = neuron
+            layout = _known_layout(module, call.x)  # its class tells
+        neuron = found.neurons[name] = Neuron(name, layout, call.x, [copied(output)], is_known=is_registered)
+        if decay is not None:
+            neuron.decay, neuron.spread = decay
 
-    def _look(self, call: Call, out: Tensor) -> Layout | str:
+    def _look(self, call: Call, out: Tensor, tells_decay: bool) -> tuple[Layout | str, tuple[float, float] | None]:
+        """Return a module's layout, or why it has none; and its decay with the spread of that, where it does not tell it."""
         if out.shape != call.x.shape:
-            return "its output has another shape than its input"
+            return "its output has another shape than its input", None
         key = _key(call)
         if key not in self._seen:
-            self._seen[key] = find_layout(call, out)
-        return self._seen[key]
-
-    def _decay(self, call: Call, layout: Layout) -> tuple[float, float] | None:
-        key = _key(call)
-        if key not in self._decays:
             try:
-                self._decays[key] = decays.measure(call, layout)
-            except Exception:  # it wants maps of their own size, or a second tensor that fits
-                self._decays[key] = None
-        return self._decays[key]
-
-
-def _is_one_of_three(module: nn.Module) -> bool:
-    """Return whether the class of a neuron is SpikingJelly's, and tells its layout and its decay."""
-    return neurons.is_known(module) and host.is_multi_step(module)
+                layout = find_layout(call, out)
+            except Exception as error:
+                layout = f"it cannot be run alone ({type(error).__name__}: {str(error)[:80]})"
+            decay = None
+            if not isinstance(layout, str) and not tells_decay:
+                with contextlib.suppress(Exception):  # it wants maps of their own size, or a second tensor that fits
+                    decay = decays.measure(call, layout)
+            self._seen[key] = layout, decay
+        return self._seen[key]
 
 
 def _is_no_neuron(module: nn.Module) -> bool:
@@ -189,7 +163,3 @@ def _key(call: Call) -> Hashable:
         tensors = [*module._parameters.values(), *module._buffers.values()]
         parts += [tuple(t.detach().flatten()[:64].tolist()) for t in tensors if t is not None]
     return tuple(parts)
-
-
-def _detached(values: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, values)

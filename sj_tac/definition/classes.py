@@ -1,4 +1,4 @@
-"""Classes of converted modules: a mixin in front of the module's own class, by whose name the new class goes."""
+"""Classes of converted modules, a mixin in front of the module's own class, by whose name the new one goes; their hooks."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def own_class(made: type[nn.Module]) -> type[nn.Module]:
     """Return the class that ``mixed`` put behind a mixin."""
     own: type[nn.Module] = made.__bases__[1]
     return own
+
+
+def drop_hooks(module: nn.Module, *kinds: type) -> None:
+    """Take a module's forward hooks of these classes away."""
+    tables: list[list[dict[int, Any]]] = [
+        [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs],
+        [module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called],
+    ]
+    for hooks, *flags in tables:
+        for number in [number for number, hook in hooks.items() if isinstance(hook, kinds)]:
+            for held in (hooks, *flags):
+                held.pop(number, None)
 
 
 def _new(mixin: type[nn.Module], own: type[nn.Module]) -> nn.Module:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sj_tac.definition import ops
+from sj_tac.definition.classes import drop_hooks
 from sj_tac.definition.frames import Frames
 
 
@@ -85,19 +86,14 @@ def put_means(net: nn.Module, means: Mapping[str, Mean], groups: int) -> None:
     a captured call knows it.
     """
     for name, module in net.named_modules():
-        hooks, wanted = module._forward_hooks, means.get(name)
-        for number, hook in list(hooks.items()):
-            if isinstance(hook, Mean) and wanted is not None:
-                vars(hook).update(vars(wanted))
-                wanted = None
-            elif isinstance(hook, (Mean, Groups)):
-                del hooks[number]
+        wanted = means.get(name)
+        before = next((hook for hook in module._forward_hooks.values() if isinstance(hook, Mean)), None)
+        drop_hooks(module, Groups)
+        if wanted is not None and before is not None:
+            vars(before).update(vars(wanted))
+            continue
+        drop_hooks(module, Mean)
         if wanted is not None:
             module.register_forward_hook(wanted, prepend=True)
     if groups > 1:
         net.register_forward_hook(Groups(groups))
-
-
-def undo(net: nn.Module) -> None:
-    """Take all Means and Groups away."""
-    put_means(net, {}, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.definition import notices, ops
+from sj_tac.definition import ops
 from sj_tac.definition.classes import mixed, own_class
 from sj_tac.definition.frames import Frames, forget_calls, note_calls
 from sj_tac.definition.noted import Matchable, Noted, words
-from sj_tac.errors import ConversionError
+from sj_tac.errors import CaptureWarning, ConversionError
 
 LOGITS = "tac_logits"
 
@@ -125,7 +126,7 @@ class SharedConv(Matchable):
         if not frames.folded and getattr(self, "step_mode", "m") == "s" and isinstance(self, host.StepModule):
             merges = getattr(sharing.neuron, "merging", None) is not None
             if (merges or not captured) and sharing.k > 1 and getattr(sharing.neuron, "step_mode", "s") == "m":
-                notices.single(sharing.layer, merges)
+                _say_single(sharing.layer, merges)
             one_step: Tensor = super().forward(x, *rest, **kwargs)
             return one_step
         of_call = frames.steps(x) if x.numel() else None
@@ -183,9 +184,17 @@ class SharedConv(Matchable):
         ops.refuse_trace()
         sharing = self.sharing
         if steps is None and sharing.k > 1:
-            notices.unknown(sharing.layer, tuple(x.shape))
+            _warn(
+                f"convolution {sharing.layer!r} computes what its source does, for it cannot tell T of its rows "
+                f"{list(x.shape)}: the call's shapes are not like those of example_input, or a part of the net was called. "
+                "Call the net itself, or convert it with an example of this kind"
+            )
         elif sharing.gate is not None and not ops.is_inside():
-            notices.part(type(sharing.gate.net).__name__)
+            root = type(sharing.gate.net).__name__
+            _warn(
+                f"a part of this converted {root} was called, or its forward: it runs as it is defined, right and slower. "
+                f"Only a call of the {root} itself runs sj_tac's kernels; call that, or convert the part that you call"
+            )
 
     def fit_logits(self) -> None:
         """Give the convolution the logits that its weights need: k of them, at the decay weights, or none."""
@@ -216,6 +225,21 @@ class SharedConv(Matchable):
         sharing = self.sharing
         shown = f"{super().extra_repr()}, k={sharing.k}, weights={sharing.weights}"
         return shown if sharing.normalize else f"{shown}, normalize=False"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CaptureWarning, stacklevel=4)
+
+
+def _say_single(layer: str, merges: bool) -> None:
+    """Warn of a layer that runs single steps in front of a neuron that runs many; raise if it ``merges`` equal drives."""
+    modes = f"convolution {layer!r} is in step mode 's', its neuron in 'm'"
+    tool = "a tool that sets it is to rewrite the source, before convert"
+    if merges:
+        raise ConversionError(
+            f"{modes}, and the neuron makes one step of equal drives (a binary collapse): set both to the same mode; {tool}"
+        )
+    _warn(f"{modes}: sj_tac shares nothing there, and each frame is computed. Set both to the same mode; {tool}")
 
 
 def has_trained_logits(module: nn.Module) -> bool:

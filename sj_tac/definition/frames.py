@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from sj_tac.definition.classes import drop_hooks
+
 # ``call`` is (name of the module that runs, shapes of its input tensors, the call around it); None outside of a call.
 _CALLS = threading.local()
 
@@ -96,6 +98,12 @@ class Frames:
         return x if self.dim == 0 else x.movedim(0, self.dim)
 
 
+def shapes_of(arguments: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of all tensors among the arguments of a call, in their order, which rules count them by."""
+    leaves = torch.utils._pytree.tree_leaves(arguments)
+    return tuple([tuple(x.shape) for x in leaves if isinstance(x, Tensor)])
+
+
 class Enter:
     """Forward pre-hook of a module: notes the shapes of the call's inputs under the module's name."""
 
@@ -105,8 +113,7 @@ class Enter:
         self.name = name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shapes = tuple([tuple(x.shape) for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
-        _CALLS.call = self.name, shapes, getattr(_CALLS, "call", None)
+        _CALLS.call = self.name, shapes_of((args, kwargs)), getattr(_CALLS, "call", None)
 
 
 class Leave:
@@ -129,11 +136,4 @@ def note_calls(module: nn.Module, name: str) -> None:
 
 def forget_calls(module: nn.Module) -> None:
     """Take the hooks of ``note_calls`` away."""
-    for hooks, kind, flags in (
-        (module._forward_pre_hooks, Enter, (module._forward_pre_hooks_with_kwargs,)),
-        (module._forward_hooks, Leave, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-    ):
-        for number in [number for number, hook in hooks.items() if isinstance(hook, kind)]:
-            del hooks[number]
-            for flag in flags:
-                flag.pop(number, None)
+    drop_hooks(module, Enter, Leave)
