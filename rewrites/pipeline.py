@@ -204,6 +204,7 @@ def report(converted: nn.Module) -> Report:
     gate = gate_of(converted)
     slow = () if gate is None else tuple(gate.capture.told)
     notes = [*found.notes, *record.notes, *(f"runs as it is defined: {problem}" for problem in slow)]
+    notes += [text for m in converted.modules() if isinstance(m, SharedConv) for text in m.sharing.unshared]
     corrections = ((n, c) for n, c in record.corrected.items() if c.by == MATCH)
     if record.matched and all(is_as_made(converted, name, c) for name, c in corrections):
         # What was seen before it was matched is told no more.
@@ -367,5 +368,8 @@ def record_of(model: Any, action: str) -> Record:
     if isinstance(record, Record):
         return record
     inner = [name for name, module in model.named_modules() if RECORD in module.__dict__]
+    swapped = [name for name, module in model.named_modules() if isinstance(module, SharedConv)]
     hint = f"its module {inner[0]!r} is: call {action} on that" if inner else "call sj_tac.convert first"
+    if swapped and not inner:
+        hint = f"it holds layers of one ({swapped[0]!r}): call {action} on the net that sj_tac.convert returned"
     raise ConversionError(f"{action}: {type(model).__name__} is not a converted model; {hint}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from sj_tac.definition.noted import Matchable, Noted, words
 from sj_tac.errors import ConversionError
 
 LOGITS = "tac_logits"
+# ``conv`` is the layer whose call runs in this thread, as it is defined.
+_RUNNING = threading.local()
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Sharing:
         normalize: weights sum to 1. False is the paper's form, without ``/ S_k``.
         dtype: that its convolution computes in, and its result is rounded to; None for the input's.
         gate: of the net whose calls are captured (rewrites/gate.py); None if none are.
+        unshared: sentences on calls in which the layer aggregated nothing, for the report.
     """
 
     k: int
@@ -52,9 +56,10 @@ class Sharing:
     layer: str = ""
     dtype: torch.dtype | None = None
     gate: Any = field(default=None, repr=False, compare=False)
+    unshared: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update({"unshared": {}} | state)
         kind = type(self.neuron)
         if self.beta is None and not host.has_known_decay(self.neuron):
             raise ConversionError(
@@ -62,6 +67,10 @@ class Sharing:
                 "registered in this process: call sj_tac.register_neuron with it, as where the net was converted, before "
                 "the net is loaded"
             )
+
+    def aggregates(self) -> bool:
+        """Return whether a call of the layer would aggregate frames: k > 1, and its neuron takes many steps."""
+        return self.k > 1 and getattr(self.neuron, "step_mode", "m") == "m"
 
     @property
     def frames_of_group(self) -> int:
@@ -118,13 +127,30 @@ class SharedConv(Matchable):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return frames in the input's layout, equal within each group of k. The input is the first argument."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._call(args, kwargs)
+        before, _RUNNING.conv = getattr(_RUNNING, "conv", None), self
+        try:
+            return self._call(args, kwargs)
+        finally:
+            _RUNNING.conv = before
+
+    def _conv_forward(self, *args: Any) -> Tensor:
+        """Return the class's own convolution; a warning names a forward that calls this instead of the layer."""
+        is_own = torch.compiler.is_dynamo_compiling() or getattr(_RUNNING, "conv", None) is self
+        if not is_own and self.sharing.aggregates():
+            notices.around(self.sharing)
+        made: Tensor = super()._conv_forward(*args)  # type: ignore[misc]
+        return made
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         (x, *rest), kwargs = (args, kwargs) if args else ([kwargs[n] for n in [*kwargs][:1]], dict([*kwargs.items()][1:]))
         sharing, captured = self.sharing, torch.compiler.is_dynamo_compiling()
         frames = sharing.frames
         if not frames.folded and getattr(self, "step_mode", "m") == "s" and isinstance(self, host.StepModule):
             merges = getattr(sharing.neuron, "merging", None) is not None
             if (merges or not captured) and sharing.k > 1 and getattr(sharing.neuron, "step_mode", "s") == "m":
-                notices.single(sharing.layer, merges)
+                notices.single(sharing, merges)
             one_step: Tensor = super().forward(x, *rest, **kwargs)
             return one_step
         of_call = frames.steps(x) if x.numel() else None
@@ -176,7 +202,7 @@ class SharedConv(Matchable):
         ops.refuse_trace()
         sharing = self.sharing
         if steps is None and sharing.k > 1:
-            notices.unknown(sharing.layer, tuple(x.shape))
+            notices.unknown(sharing, tuple(x.shape))
         elif sharing.gate is not None and not ops.is_inside():
             notices.part(type(sharing.gate.net).__name__)
 
@@ -282,7 +308,7 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
         if before is None:
             conv.sharing, conv._tac = wanted, Noted(name)
         else:  # the same object, which a captured call knows
-            vars(before).update(vars(replace(wanted, gate=before.gate)))
+            vars(before).update(vars(replace(wanted, gate=before.gate, unshared=before.unshared)))
         conv._tac.fits = words("preserve", sharing.k, sharing.weights)
         conv.fit_logits()
     for name in {sharing.frames.of for sharing in plan.values() if sharing.frames.folded}:

@@ -1,6 +1,7 @@
 """Warnings of converted layers about calls that share nothing, or run no kernels."""
 
 import warnings
+from typing import Any
 
 from sj_tac.errors import CaptureWarning, ConversionError
 
@@ -15,7 +16,14 @@ def part(root: str) -> None:
     )
 
 
-def single(layer: str, merges: bool) -> None:
+def unshared(sharing: Any, problem: str, stacklevel: int = 5) -> None:
+    """Warn of a call in which a layer (its ``Sharing``) aggregates nothing, and keep the sentence for the report."""
+    text = f"convolution {sharing.layer!r} {problem}"
+    sharing.unshared[text] = None
+    warnings.warn(text, CaptureWarning, stacklevel=stacklevel)
+
+
+def single(sharing: Any, merges: bool) -> None:
     """Warn that a layer runs single steps, or folded frames, in front of a neuron that runs many.
 
     Raises:
@@ -23,23 +31,33 @@ def single(layer: str, merges: bool) -> None:
     """
     if merges:
         raise ConversionError(
-            f"convolution {layer!r} is in step mode 's', its neuron in 'm', and the neuron makes one step of equal drives "
-            "(a binary collapse): set both to the same mode; a tool that sets it is to rewrite the source, before convert"
+            f"convolution {sharing.layer!r} is in step mode 's', its neuron in 'm', and the neuron makes one step of equal "
+            "drives (a binary collapse): set both to the same mode; a tool that sets it is to rewrite the source, before "
+            "convert"
         )
-    warnings.warn(
-        f"convolution {layer!r} is in step mode 's', its neuron in 'm': sj_tac shares nothing there, and each frame "
-        "is computed. Set both to the same mode; a tool that sets it itself is to rewrite the source, before convert",
-        CaptureWarning,
-        stacklevel=4,
+    unshared(
+        sharing,
+        "is in step mode 's', its neuron in 'm': sj_tac shares nothing there, and each frame is computed. Set both to the "
+        "same mode; a tool that sets it itself is to rewrite the source, before convert",
     )
 
 
-def unknown(layer: str, shape: tuple[int, ...]) -> None:
+def unknown(sharing: Any, shape: tuple[int, ...]) -> None:
     """Warn that a layer cannot tell frames from samples."""
-    warnings.warn(
-        f"convolution {layer!r} computes what its source does, for it cannot tell T of its rows {list(shape)}: the call's "
-        "shapes are not like those of example_input, or a part of the net was called. Call the net itself, or convert it "
-        "with an example of this kind",
-        CaptureWarning,
+    unshared(
+        sharing,
+        f"computes what its source does, for it cannot tell T of its rows {list(shape)}: the call's shapes are not like "
+        "those of example_input, or a part of the net was called. Call the net itself, or convert it with an example of "
+        "this kind",
+    )
+
+
+def around(sharing: Any) -> None:
+    """Warn that a layer's convolution ran, and no call of the layer that would aggregate its frames."""
+    unshared(
+        sharing,
+        "computed every frame of a call, whatever its k: its weight was used without a call of the layer on all frames. The "
+        "forward takes the weight or _conv_forward, sets step mode 's', or passes rows whose T is unknown. Call the layer on "
+        "all frames, or convert the net with this forward",
         stacklevel=4,
     )
