@@ -63,3 +63,27 @@ def test_a_net_that_a_tool_rebuilt_is_not_reported_on_and_the_error_says_which_n
         ConversionError, match=r"holds layers of one \('0.conv'\): call report on the net that sj_tac.convert"
     ):
         sj_tac.report(changed)
+
+
+@only_v2
+@pytest.mark.parametrize(("fuse", "k"), [(True, 2), (False, 2), (False, 1)])
+def test_spikingjellys_counters_are_said_to_count_sums_of_frames_for_spikes(fuse, k):
+    """SynOpCounter finds no spikes in front of an aggregating layer, and counts nothing there."""
+    op_counter = pytest.importorskip("spikingjelly.activation_based.op_counter")
+
+    def counted(net):
+        counter = op_counter.SynOpCounter()
+        with op_counter.DispatchCounterMode([counter]):
+            output(net)
+        return counter.get_total()
+
+    fast = sj_tac.convert(source(), "preserve", k, example_input=X, fuse=fuse)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = counted(fast)
+    told = [w for w in caught if "operation counter watches convolution '0' at k = 2" in str(w.message)]
+    assert bool(told) is (k == 2)
+    expected = counted(source())
+    assert expected > 0
+    assert found == (0 if k == 2 else expected)
+    assert counted(sj_tac.restore(fast)) == expected

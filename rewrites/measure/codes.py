@@ -123,8 +123,11 @@ class Coded:
             found = folded
         if plain.dim() > 2:
             t, n = _numbers(plain, steps, 2, self.digit), _numbers(plain, samples, 2, self.digit)
-            if t is not None and n is not None and (in_two := _in_two(t, n[0])) is not None:
-                return in_two
+            if t is not None and n is not None:
+                in_two = _in_two(t, n[0])
+                if in_two is not None:
+                    return in_two
+                found = (_other_steps(t) or found) if leads > 1 else found
         return _meeting(plain, coded) or found
 
 
@@ -180,6 +183,16 @@ def _in_two(of_steps: tuple[Tensor, Tensor], samples: Tensor) -> Layout | None:
     if B > 1 and torch.equal(t[seen], b) and torch.equal(samples[seen], a):
         return Layout(B, A, 1)
     return None
+
+
+def _other_steps(of_steps: tuple[Tensor, Tensor]) -> Refusal | None:
+    """Return which steps the frames of dimension 0 go to, where each goes to one, but not to that of its place."""
+    t, seen = of_steps
+    steps = torch.where(seen, t, -1).amax(1)
+    if not torch.equal(t[seen], steps[:, None].expand_as(t)[seen]):
+        return None
+    shown = ", ".join("none" if step < 0 else str(step) for step in steps[:8].tolist()) + (", .." if len(steps) > 8 else "")
+    return Refusal(Reason.NO_ORDER, f"its {len(steps)} frames go to steps {shown} of {int(t.max()) + 1}")
 
 
 def _digits(largest: int, base: int) -> int:

@@ -16,6 +16,7 @@ from sj_tac.definition.classes import mixed, own_class
 from sj_tac.definition.frames import Frames, forget_calls, note_calls
 from sj_tac.definition.noted import Matchable, Noted, words
 from sj_tac.errors import ConversionError
+from sj_tac.host import dispatch
 
 LOGITS = "tac_logits"
 # ``conv`` is the layer whose call runs in this thread, as it is defined.
@@ -201,6 +202,8 @@ class SharedConv(Matchable):
         """Warn of a call that shares nothing, or runs no kernels."""
         ops.refuse_trace()
         sharing = self.sharing
+        if sharing.k > 1 and dispatch.counts():
+            notices.counted(sharing.layer, sharing.k)
         if steps is None and sharing.k > 1:
             notices.unknown(sharing, tuple(x.shape))
         elif sharing.gate is not None and not ops.is_inside():

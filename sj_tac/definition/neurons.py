@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.definition import ops
 from sj_tac.definition.classes import Swapped, mixed, own_class
+from sj_tac.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class OperatorNeuron(Swapped):
 
     def multi_step_forward(self, x_seq: Tensor) -> Tensor:
         """Return the spikes [T, N, ...] of the drives [T, N, ...], and store the last voltage as SpikingJelly does."""
-        host.check_voltage(self, self.name_in_net, x_seq.shape[1:])
+        check_voltage(self, x_seq.shape[1:])
         if self.merging is None:
             return self._steps(x_seq)
         steps, size = x_seq.shape[0], self.merging.rate * self.merging.steps
@@ -92,6 +93,22 @@ def _as_it_is(node: Any, x_seq: Tensor) -> Tensor:
     """Return the spikes of SpikingJelly's own steps, which Dynamo does not look into."""
     spikes: Tensor = super(OperatorNeuron, node).multi_step_forward(x_seq)
     return spikes
+
+
+def check_voltage(node: Any, frame: torch.Size) -> None:
+    """Raise InputError where the voltage that a call before left does not fit a call's frames, [N, ...].
+
+    SpikingJelly 2.0 replaces such a voltage by itself. A voltage that was set for all samples or places fits.
+    """
+    held = None if host.IS_V2 else node._memories["v"]
+    if not isinstance(held, Tensor) or held.shape == frame:
+        return
+    sizes = zip(reversed(held.shape), reversed(frame), strict=False)
+    if held.dim() > len(frame) or any(size not in (1, wanted) for size, wanted in sizes):
+        raise InputError(
+            f"neuron {node.name_in_net!r} holds voltages {list(held.shape)} of an earlier call, and this call's frames are "
+            f"{list(frame)}; call functional.reset_net(net) between calls of different shapes"
+        )
 
 
 def _voltage(node: Any, x_seq: Tensor) -> Tensor:

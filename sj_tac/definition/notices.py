@@ -52,12 +52,23 @@ def unknown(sharing: Any, shape: tuple[int, ...]) -> None:
     )
 
 
+def counted(layer: str, k: int) -> None:
+    """Warn that a counter of operations watches a layer that aggregates frames."""
+    warnings.warn(
+        f"SpikingJelly's operation counter watches convolution {layer!r} at k = {k}, which takes weighted sums of frames: "
+        "no spikes, so that synaptic operations and energies of it do not hold. sj_tac.report(net) lists "
+        "multiply-accumulates; for energies count sj_tac.restore(net)",
+        CaptureWarning,
+        stacklevel=5,
+    )
+
+
 def around(sharing: Any) -> None:
     """Warn that a layer's convolution ran, and no call of the layer that would aggregate its frames."""
     unshared(
         sharing,
         "computed every frame of a call, whatever its k: its weight was used without a call of the layer on all frames. The "
-        "forward takes the weight or _conv_forward, sets step mode 's', or passes rows whose T is unknown. Call the layer on "
-        "all frames, or convert the net with this forward",
+        "forward takes the weight or _conv_forward, sets step mode 's', or passes rows whose T is unknown. Call the layer "
+        "on all frames, or convert the net with this forward",
         stacklevel=4,
     )

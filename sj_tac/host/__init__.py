@@ -47,7 +47,6 @@ from sj_tac.host.registry import (
 )
 from sj_tac.host.state import (
     carries_state as carries_state,
-    check_voltage as check_voltage,
     detached_memories as detached_memories,
     folded as folded,
     foreign_hooks as foreign_hooks,

@@ -17,7 +17,6 @@ from spikingjelly.activation_based import base, functional
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
-from sj_tac.errors import InputError
 from sj_tac.host.neurons import resting_voltage
 from sj_tac.host.registry import is_registered_neuron
 from sj_tac.host.types import IS_V2
@@ -38,22 +37,6 @@ def take_state(node: Any, frames: Tensor) -> Tensor:
     if not held.is_floating_point():
         held = held.to(wide)
     return held if held.shape == frames.shape[1:] else held.expand(frames.shape[1:]).contiguous()
-
-
-def check_voltage(node: Any, name: str, frame: torch.Size) -> None:
-    """Raise InputError where the voltage that a call before left does not fit a call's frames, [N, ...].
-
-    SpikingJelly 2.0 replaces such a voltage by itself. A voltage that was set for all samples or places fits.
-    """
-    held = None if IS_V2 else node._memories["v"]
-    if not isinstance(held, Tensor) or held.shape == frame:
-        return
-    sizes = zip(reversed(held.shape), reversed(frame), strict=False)
-    if held.dim() > len(frame) or any(size not in (1, wanted) for size, wanted in sizes):
-        raise InputError(
-            f"neuron {name!r} holds voltages {list(held.shape)} of an earlier call, and this call's frames are "
-            f"{list(frame)}; call functional.reset_net(net) between calls of different shapes"
-        )
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
