@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from support import only_v2
+from spikingjelly.activation_based import layer
+from support import node, only_v2
 from test_other_tools import X, output, packed, source
 from torch import nn
 
@@ -87,3 +88,13 @@ def test_spikingjellys_counters_are_said_to_count_sums_of_frames_for_spikes(fuse
     assert expected > 0
     assert found == (0 if k == 2 else expected)
     assert counted(sj_tac.restore(fast)) == expected
+
+
+@pytest.mark.parametrize(("dims", "kind"), [(1, layer.Conv1d), (2, layer.Conv2d), (3, layer.Conv3d)])
+def test_macs_of_a_refused_layer_are_those_of_one_sample(dims, kind):
+    """T is 6 and N is 4: dividing by T would show 2 / 3 of them."""
+    of = {"kernel_size": 3, "padding": 1, "bias": False, "step_mode": "m"}
+    net = nn.Sequential(kind(2, 4, **of), node("lif", v_threshold=0.1), kind(4, 5, **of)).eval()
+    found = sj_tac.plan(net, "preserve", 2, example_input=torch.rand(6, 4, 2, *[8] * dims)).verdicts
+    each = 6 * 8**dims * 3**dims
+    assert [(v.status, v.macs_before) for v in found] == [("converted", each * 2 * 4), ("refused", each * 4 * 5)]
