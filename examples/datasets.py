@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from event_files import DataError as DataError, check_archive, checked
+from event_files import DIGITS, DataError as DataError, check_archive, checked
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -91,12 +91,15 @@ def read_recordings(path: Path) -> dict[str, np.ndarray]:
             recording without events.
     """
     try:
-        with path.open("rb") as file, np.load(file) as data:
-            archive = {name: data[name] for name in data.files}
+        with path.open("rb") as file:
+            data = np.load(file)
+            archive = {} if isinstance(data, np.ndarray) else {name: data[name] for name in data.files}
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; it should be an .npz of N-MNIST recordings") from None
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is no whole .npz ({error}); copy it again") from None
+    if isinstance(data, np.ndarray):
+        raise DataError(f"{path} holds one array {list(data.shape)}, as .npy files do; an .npz of recordings is expected")
     return check_archive(archive, str(path))
 
 
@@ -167,23 +170,25 @@ def nmnist_folder(root: Path, train: bool, steps: int) -> tuple[Tensor, Tensor]:
     try:
         files = sorted((root / part).rglob("*.bin"))
         if files:
-            found = [(path, int(path.parent.name)) for path in files]
+            found = [(path, path.parent.name) for path in files]
         else:
             listed = NMNIST(str(root), train=train)
-            found = list(zip(map(Path, listed.data), listed.targets, strict=True))
+            found = [(Path(path), str(label)) for path, label in zip(listed.data, listed.targets, strict=True)]
     except Exception as error:  # urllib, zipfile and tonic's own checks raise what they like
         raise DataError(
             f"no N-MNIST recordings under {root / part} and tonic cannot download them ({type(error).__name__}: {error})"
         ) from None
     frames = []
-    for path, _ in found:
+    for path, label in found:
+        if label not in map(str, range(DIGITS)):
+            raise DataError(f"{path} is in a folder {label!r}; N-MNIST's folders are the digits 0 to 9")
         raw = np.frombuffer(path.read_bytes(), np.uint8)
         if not len(raw) or len(raw) % 5:
             raise DataError(f"{path} is no whole N-MNIST recording ({len(raw)} bytes; five an event); unpack it again")
         events = read_mnist_file(str(path), NMNIST.dtype)
         columns = {name: np.asarray(events[name]) for name in "txyp"}
         frames.append(frames_of(checked(columns, SENSOR, str(path)), steps))
-    return torch.from_numpy(np.stack(frames, 1)), torch.tensor([label for _, label in found])
+    return torch.from_numpy(np.stack(frames, 1)), torch.tensor([int(label) for _, label in found])
 
 
 def shipped_events(steps: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import DataError, Indexed, binned
-from event_files import checked
+from event_files import check_table, checked
 
 from sj_tac.support.files import write_whole
 
@@ -44,11 +44,13 @@ class Recordings:
     """DVS128 Gesture as a library reads it, item by item as (frames, label): events are checked, then counted.
 
     ``dataset``'s items are (events, label), of the files ``paths``; ``to_frames`` takes checked columns t, x, y and p.
+    ``is_table``: the library casts a file's numbers, so the file itself is checked first (``event_files.check_table``).
     """
 
     dataset: Any
     paths: list[str]
     to_frames: Callable[[dict[str, np.ndarray]], np.ndarray]
+    is_table: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -57,8 +59,12 @@ class Recordings:
         """Raise DataError for a file that cannot be read, or whose events cannot be right (``event_files.checked``)."""
         path = self.paths[index]
         try:
+            if self.is_table:
+                check_table(np.load(path, mmap_mode="r"), SENSOR, path)
             events, label = self.dataset[index]
             columns = {name: np.asarray(events[name]) for name in "txyp"}
+        except DataError:
+            raise
         except Exception as error:  # numpy and the libraries raise what they like
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}); unpack it again") from None
         if not isinstance(label, (int, np.integer)) or not 0 <= label < CLASSES:
@@ -127,7 +133,7 @@ def with_tonic(root: Path, steps: int, size: int, workers: int) -> Source:
                 f"tonic finds no DVS128 Gesture under {root} and cannot download it ({type(error).__name__}: {error}); "
                 f"put ibmGestureTrain.tar.gz and ibmGestureTest.tar.gz, unpacked, into {root}/DVSGesture, or use --synthetic"
             ) from None
-        found = Recordings(dataset, [str(path) for path in dataset.data], counted)
+        found = Recordings(dataset, [str(path) for path in dataset.data], counted, is_table=True)
         parts.append(_kept(root, "tonic", train, found, steps, size, workers))
     return Source(parts[0], parts[1], f"tonic's split, {len(parts[0])} / {len(parts[1])}")
 

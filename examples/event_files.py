@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+DIGITS = 10
+_PIXEL = ", outside the sensor of {sensor} x {sensor} pixels"
+_OUTSIDE = {"x": _PIXEL, "y": _PIXEL, "p": "; polarity is 0 (off) or 1 (on)"}
 ARCHIVE = ("x", "y", "p", "dt_us", "offsets", "label", "is_test")
 
 
@@ -42,7 +45,8 @@ def _within(values: np.ndarray, field: str, where: str, low: int, high: int, wha
     wrong = (values < low) | (values > high)
     if wrong.any():
         i = int(wrong.argmax())
-        raise DataError(f"{where}: {field}[{i}] is {values[i]}{what or f'; it must be in {low}..{high}'}")
+        found = f"{values[i]:.15g}" if values.dtype.kind == "f" else values[i]
+        raise DataError(f"{where}: {field}[{i}] is {found}{what or f'; it must be in {low}..{high}'}")
 
 
 def checked(columns: Mapping[str, Any], sensor: int, where: str) -> dict[str, np.ndarray]:
@@ -69,9 +73,8 @@ def checked(columns: Mapping[str, Any], sensor: int, where: str) -> dict[str, np
         raise DataError(f"{where}: its columns have different lengths, {lengths}; copy the file again")
     if not lengths["t"]:
         raise DataError(f"{where} has no events; leave this recording out")
-    for name in ("x", "y"):
-        _within(events[name], name, where, 0, sensor - 1, f", outside the sensor of {sensor} x {sensor} pixels")
-    _within(events["p"], "p", where, 0, 1, "; polarity is 0 (off) or 1 (on)")
+    for name, largest in {"x": sensor - 1, "y": sensor - 1, "p": 1}.items():
+        _within(events[name], name, where, 0, largest, _OUTSIDE[name].format(sensor=sensor))
     # Frames multiply times by T: 2^50 us, 35 years, leaves room for that in int64.
     _within(events["t"], "t", where, 0, 2**50, "; times are microseconds from 0 to 2^50")
     backwards = np.diff(events["t"]) < 0
@@ -85,6 +88,33 @@ def checked(columns: Mapping[str, Any], sensor: int, where: str) -> dict[str, np
     )
     order = np.argsort(events["t"], kind="stable")
     return {name: values[order] for name, values in events.items()}
+
+
+def check_table(values: np.ndarray, sensor: int, where: str) -> None:
+    """Raise DataError where a table of events [events, 4] cannot be right.
+
+    Its columns are x, y, p and milliseconds, as tonic stores DVS128 Gesture. tonic's reader casts them to int16 and bool:
+    a pixel of 65541 becomes 5, half a pixel none, and a polarity of 3 or -1 on.
+    """
+    if values.ndim != 2 or values.shape[1] != 4 or values.dtype.kind not in "iuf":
+        raise DataError(
+            f"{where}: an array {list(values.shape)} of {values.dtype}; a table [events, 4] of numbers is expected, its "
+            "columns x, y, p and milliseconds"
+        )
+    for name, column in zip("xyp", values.T, strict=False):
+        parts = column != np.floor(column)  # NaN is not NaN
+        if parts.any():
+            i = int(parts.argmax())
+            raise DataError(f"{where}: {name}[{i}] is {column[i]}; whole numbers are expected")
+        _within(column, name, where, *((0, 1) if name == "p" else (0, sensor - 1)), _OUTSIDE[name].format(sensor=sensor))
+    t = values[:, 3]
+    most = 2**50 // 1000 if t.dtype.kind == "f" else min(2**50, np.iinfo(t.dtype).max) // 1000
+    fits = (t >= 0) & (t <= most)
+    if not fits.all():
+        i = int(fits.argmin())
+        raise DataError(
+            f"{where}: t[{i}] is {t[i]}; times are milliseconds from 0 to {most}, which {t.dtype} holds as microseconds"
+        )
 
 
 def check_archive(archive: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
@@ -118,7 +148,7 @@ def check_archive(archive: Mapping[str, Any], where: str) -> dict[str, np.ndarra
             f"{where}: p has {len(found['p'])} values of {found['p'].dtype}; the polarities of {events} events are packed "
             f"bits, {packed} bytes of uint8" + ("; pack them: numpy.packbits(p)" if len(found["p"]) == events else "")
         )
-    _within(found["label"], "label", where, 0, 2**31, "; labels are class indices from 0 on")
+    _within(found["label"], "label", where, 0, DIGITS - 1, "; labels are class indices, the digits 0 to 9")
     _within(found["is_test"], "is_test", where, 0, 1, "; it is 1 (test) or 0 (train)")
     return found
 

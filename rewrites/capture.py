@@ -11,7 +11,7 @@ import itertools
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,13 +23,14 @@ from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 
 import sj_tac
-from sj_tac.definition import ops
+from sj_tac.definition import notices, ops
 from sj_tac.definition.collapse import Mean
-from sj_tac.definition.convs import SharedConv
+from sj_tac.definition.convs import SharedConv, Sharing
 from sj_tac.errors import CaptureWarning
 from sj_tac.kernels import backends
 from sj_tac.rewrites import equations
-from sj_tac.rewrites.equations.nodes import NEURON
+from sj_tac.rewrites.equations.nodes import MARK, NEURON, argument, shape
+from sj_tac.rewrites.equations.sink import WEIGHTED
 from sj_tac.rewrites.lower import lower
 
 _NUMBER = itertools.count()
@@ -57,10 +58,11 @@ class Captured:
 
     Attributes:
         gm: as captured, with marks. rewritten: by settings, the graph that runs. problem: why it runs as the definition.
+        around: shared layers whose frames it convolves one by one.
     """
 
-    def __init__(self, gm: GraphModule, capture: Capture) -> None:
-        self.gm, self.capture = gm, capture
+    def __init__(self, gm: GraphModule, capture: Capture, around: Sequence[Sharing] = ()) -> None:
+        self.gm, self.capture, self.around = gm, capture, around
         self.rewritten: dict[Any, GraphModule] = {}
         self.problem = ""
         self._guards = _guards(gm)
@@ -102,6 +104,9 @@ class Captured:
         return found
 
     def _rewrite(self) -> GraphModule:
+        for sharing in self.around:
+            if sharing.aggregates():
+                notices.around(sharing)
         gm, settings = copied(self.gm), self.capture.settings
         try:
             equations.run(gm, settings, self.capture.in_int8)
@@ -223,6 +228,8 @@ class Capture:
         self.graphs.clear()
         self.failed = ""
         self._watch()
+        for sharing in self.shared.values():
+            sharing.unshared.clear()
 
     def backend(self, gm: GraphModule, examples: list[Any]) -> Captured:
         """Dynamo's backend. It is a method: Dynamo tells nets apart by it where their frames share code."""
@@ -232,7 +239,7 @@ class Capture:
             self.failed = f"its code asks whether torch compiles it ({asking.co_name}, {place}), and must be told no"
             self.tell(self.failed)
             raise RuntimeError(self.failed)  # Dynamo then runs the frame as it is
-        found = Captured(gm, self)
+        found = Captured(gm, self, _gone_around(gm, examples, self.net))
         self.graphs.append(found)
         return found
 
@@ -268,6 +275,21 @@ class Capture:
         self.failed = f"Dynamo's own code failed on its forward ({type(problem).__name__}: {problem})"
         self.tell(self.failed)
         return called(self.net, *args, **kwargs)
+
+
+def _gone_around(gm: GraphModule, examples: list[Any], net: nn.Module) -> list[Sharing]:
+    """Return the shared layers whose weight a captured graph convolves frames with, but that it has no mark of."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
+    marked = {node.args[-1] for graph in graphs for node in graph.nodes if node.target is MARK}
+    given = dict(zip([n for n in gm.graph.nodes if n.op == "placeholder"], map(id, examples), strict=False))
+    convolved = {given.get(argument(n, 1, "weight")) for n in gm.graph.nodes if n.target in WEIGHTED and not _is_empty(n)}
+    layers = [m for m in net.modules() if isinstance(m, SharedConv) and id(m._parameters.get("weight")) in convolved]
+    return [m.sharing for m in layers if m.sharing.layer not in marked]
+
+
+def _is_empty(node: Node) -> bool:
+    rows = shape(node)[0]
+    return type(rows) is int and rows == 0  # of a symbol the comparison would be a guard
 
 
 def _asking() -> CodeType | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from sj_tac import host
@@ -28,6 +28,7 @@ from sj_tac.rewrites.arguments import as_arguments
 from sj_tac.rewrites.corrections import MATCH, Correction, is_as_made, take_back
 from sj_tac.rewrites.decide import norms
 from sj_tac.rewrites.gate import Forget, capture_calls, detach, gate_of
+from sj_tac.rewrites.measure.runs import UNSET, uncopied
 from sj_tac.rewrites.plan import Plan, all_single, analyse, look, make, no_layer, report_on
 from sj_tac.rewrites.verify import verify
 from sj_tac.verdicts import AT_RISK, Report
@@ -196,6 +197,7 @@ def report(converted: nn.Module) -> Report:
     gate = gate_of(converted)
     slow = () if gate is None else tuple(gate.capture.told)
     notes = [*found.notes, *record.notes, *(f"runs as it is defined: {problem}" for problem in slow)]
+    notes += [text for m in converted.modules() if isinstance(m, SharedConv) for text in m.sharing.unshared]
     corrections = ((n, c) for n, c in record.corrected.items() if c.by == MATCH)
     if record.matched and all(is_as_made(converted, name, c) for name, c in corrections):
         # What was seen before it was matched is told no more.
@@ -290,17 +292,11 @@ def deep_copy(model: nn.Module, or_inplace: bool = True) -> nn.Module:
     try:
         return copy.deepcopy(model, host.detached_memories(model))
     except Exception as error:
-        stuck = [
-            f"{name}.{key}".lstrip(".")
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, Tensor) and not value.is_leaf
-        ]
-        which = f" because {stuck[0]!r} is a tensor computed from others" if stuck else ""
+        what, fix = uncopied(model)
+        if fix == UNSET and RECORD not in vars(model):  # a conversion in place measures copies, too
+            instead = ""
         raise ConversionError(
-            f"{type(model).__name__} cannot be deep-copied{which} ({type(error).__name__}: {error}); set it to None if a "
-            "forward keeps it (a feature, a loss), or call the model under torch.no_grad() first; make weights plain "
-            f"(torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm){instead}"
+            f"{type(model).__name__} cannot be deep-copied{what} ({type(error).__name__}: {error}); {fix}{instead}"
         ) from error
 
 
@@ -360,5 +356,8 @@ def record_of(model: Any, action: str) -> Record:
     if isinstance(record, Record):
         return record
     inner = [name for name, module in model.named_modules() if RECORD in module.__dict__]
+    swapped = [name for name, module in model.named_modules() if isinstance(module, SharedConv)]
     hint = f"its module {inner[0]!r} is: call {action} on that" if inner else "call sj_tac.convert first"
+    if swapped and not inner:
+        hint = f"it holds layers of one ({swapped[0]!r}): call {action} on the net that sj_tac.convert returned"
     raise ConversionError(f"{action}: {type(model).__name__} is not a converted model; {hint}")

@@ -21,7 +21,7 @@ from sj_tac.rewrites.arguments import as_arguments, check_arguments, described
 from sj_tac.rewrites.decide import PLAIN, Decision, Place, Span, decide
 from sj_tac.rewrites.measure.examples import find_example
 from sj_tac.rewrites.measure.measured import Measured, measure
-from sj_tac.rewrites.measure.runs import fresh
+from sj_tac.rewrites.measure.runs import fresh, uncopied
 from sj_tac.verdicts import AT_RISK, HELP, Reason, Refusal, Report, Verdict
 
 # So many layers of IF neurons with hard reset behind each other lose accuracy that a user would notice.
@@ -104,6 +104,13 @@ def look(model: nn.Module, layers: Sequence[str], example_input: Any, groups_too
     check_arguments(model, arguments)
     try:
         on_cpu, arguments = _at_rest(model, arguments)
+    except Exception as error:
+        what, fix = uncopied(model)
+        raise ConversionError(
+            f"{type(model).__name__} is measured on a copy, and cannot be deep-copied{what} ({type(error).__name__}: "
+            f"{error}); {fix}"
+        ) from error
+    try:
         # What the user had torch compile of the net would not meet the hooks that measure it.
         with _on_cpu(), torch.compiler.set_stance("force_eager"):
             measured = measure(on_cpu, arguments, "linear" in layers, groups_too)

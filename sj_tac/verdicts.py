@@ -67,8 +67,9 @@ REASONS: dict[Reason, tuple[str, str]] = {
     ),
     Reason.TIME_IN_CHANNELS: ("steps are its channels", "nothing: it weighs the frames itself"),
     Reason.NO_ORDER: (
-        "its rows are neither T * N nor N * T",
-        "hand it frames [T, N, ...], x.reshape(T, N, ...) or x.transpose(0, 1), if the model was meant so",
+        "its rows are neither T * N nor N * T, or its frames go to other steps than those of their places",
+        "hand it frames [T, N, ...] in the order of the neuron's steps, x.reshape(T, N, ...) or x.transpose(0, 1), if the "
+        "model was meant so",
     ),
     Reason.OTHER_FRAMES: (
         "its calls take frames of several layouts",

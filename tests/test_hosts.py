@@ -122,6 +122,19 @@ def test_a_trained_threshold_has_the_sources_gradient(kind, v_reset, mode):
     assert ("v_threshold is trained" in str(sj_tac.report(made[2]))) is by_the_host
 
 
+@pytest.mark.captured
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(("kind", "v_reset"), [("LIF", None), ("PLIF", -0.1)])
+def test_a_trained_threshold_has_the_sources_gradient_in_a_captured_call(kind, v_reset, shape):
+    """SpikingJelly before 2.0 steps in TorchScript, which takes such a parameter for a number."""
+    source, x = one_neuron(kind, v_reset, nn.Parameter(torch.full(shape, 0.4))), frames(6, 3, 2, 7, 7, dtype=torch.float64)
+    fast = sj_tac.convert(copy.deepcopy(source), "preserve", 1)
+    expected, found = ran(source, x), ran(fast, x)
+    assert 0.05 < expected[0].mean() < 0.6
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
 @NODES
 @pytest.mark.parametrize("threshold", [math.inf, torch.tensor(math.inf), -math.inf, math.nan])
 def test_a_threshold_without_end_leaves_the_sources_voltages(kind, v_reset, threshold):

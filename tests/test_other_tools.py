@@ -128,7 +128,7 @@ def test_a_converted_layers_class_makes_layers(kind):
 @pytest.mark.parametrize("kind", ["lif", "if"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_net_is_written_to_nir_when_it_is_restored_and_else_the_error_names_its_layer(kind, k):
-    """nirtorch looks classes up: it knows none of a converted net."""
+    """nirtorch looks classes up: it knows none of a converted net, and shows the name of the first."""
     pytest.importorskip("nirtorch")
     from spikingjelly.activation_based.nir_exchange import export_to_nir
 
@@ -136,7 +136,7 @@ def test_a_net_is_written_to_nir_when_it_is_restored_and_else_the_error_names_it
     net = nn.Sequential(conv(2, 6, padding=1), node(kind), *head).eval()
     x = frames(1, 4, 2, 8, 8)
     fast = sj_tac.convert(net, "preserve", k, example_input=frames(4, 4, 2, 8, 8))
-    with pytest.raises(KeyError, match="Conv2d"):
+    with pytest.raises(KeyError, match=r"Conv2d \(converted by sj_tac: give this tool sj_tac.restore\(net\) instead\)"):
         export_to_nir(fast, x)
     assert export_to_nir(sj_tac.restore(fast), x).nodes.keys() == export_to_nir(net, x).nodes.keys()
 
@@ -145,6 +145,7 @@ def test_a_net_is_written_to_nir_when_it_is_restored_and_else_the_error_names_it
 
 
 @only_v2
+@pytest.mark.filterwarnings("ignore:SpikingJelly's operation counter")
 @pytest.mark.parametrize(("mode", "training"), [("preserve", False), ("collapse", False), ("preserve", True)])
 def test_a_strict_counter_knows_every_operation_of_a_converted_net(mode, training):
     """A converted net adds no operator of sj_tac's own to those that its source runs."""
@@ -206,6 +207,17 @@ def test_a_copy_that_fails_offers_what_the_call_takes():
     assert len(sj_tac.plan(fast, "preserve", 2, example_input=X).converted) == 2, "a plan copies nothing"
 
 
+def test_what_cannot_be_copied_is_named():
+    net, fast = source(), sj_tac.convert(source(), "preserve", 2, example_input=X)
+    net.kept, fast[0].kept = threading.Lock(), [threading.Lock()]
+    for call in (sj_tac.convert, sj_tac.plan):
+        with pytest.raises(ConversionError, match=r"because of 'kept', a lock \(TypeError: .*\); set it to None meanwhile$"):
+            call(net, "preserve", 2, example_input=X)
+    with pytest.raises(ConversionError, match=r"because of '0.kept', a list .*; set it to None meanwhile; or pass inplace"):
+        sj_tac.restore(fast)
+    assert sj_tac.restore(fast, inplace=True) is fast
+
+
 class Joined(nn.Module):
     """Frames that are put together along time behind the convolution."""
 
@@ -232,10 +244,26 @@ def test_of_frames_that_are_joined_along_time_those_from_step_0_on_are_shared():
     net = Joined().double().eval()
     fast = sj_tac.convert(net, "preserve", 2, example_input=X)
     assert [v.status for v in sj_tac.report(fast).verdicts] == ["converted", "refused"]
+    assert sj_tac.report(fast)["more"].detail == "its 3 frames go to steps 3, 4, 5 of 6"
     with torch.no_grad():
         sums = torch.stack([(X[0] + 2 * X[1]) / 3, X[2]])
         drives = torch.cat([net.conv(sums)[[0, 0, 1]], net.more(X[3:])])
         torch.testing.assert_close(output(fast), output(net.lif, drives), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("moved", "steps"),
+    [
+        (lambda y: y.roll(1, 0), "1, 2, 3, 4, 5, 0 of 6"),
+        (lambda y: y[::2], "0, none, 1, none, 2, none of 3"),
+        (lambda y: torch.cat([y, y.flip(0)])[6:], "5, 4, 3, 2, 1, 0 of 6"),
+    ],
+)
+def test_frames_in_another_order_than_steps_are_refused_by_the_steps_that_they_go_to(moved, steps):
+    net = Joined().double().eval()
+    net.forward = lambda x: net.lif(moved(net.conv(x)))
+    refused = sj_tac.plan(net, "preserve", 2, example_input=X)["conv"]
+    assert (refused.reason, refused.detail) == ("NO_ORDER", f"its 6 frames go to steps {steps}")
 
 
 def test_a_net_that_takes_its_own_t_is_not_said_to_have_no_neuron():

@@ -30,6 +30,8 @@ from sj_tac.rewrites.equations.nodes import (
 )  # fmt: skip
 
 CONVS = {torch.conv1d: 3, torch.conv2d: 4, torch.conv3d: 5}
+# Functions whose second argument is the weight of a layer that may be shared.
+WEIGHTED = {*CONVS, F.linear, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d}
 # Functions of the rows of dimension 0, one by one, and how many dimensions their input has at least: with one fewer,
 # dimension 0 would be that of channels.
 BY_ROW = {

@@ -145,9 +145,11 @@ class Coded:
         if plain.dim() > 2:
             t, n = _numbers(plain, steps, 2, self._base), _numbers(plain, samples, 2, self._base)
             A, B = plain.shape[:2]
-            ordered = None if t is None or n is None else _ordered(t, n[0], Layout(A, B, 0), Layout(B, A, 1))
-            if ordered is not None:
-                return ordered
+            if t is not None and n is not None:
+                ordered = _ordered(t, n[0], Layout(A, B, 0), Layout(B, A, 1))
+                if ordered is not None:
+                    return ordered
+                found = (_other_steps(t) or found) if leads > 1 else found
         return _meeting(plain, coded) or found
 
     def _hook(self, net: nn.Module, looks_at: Callable[[nn.Module], bool]) -> None:
@@ -277,6 +279,16 @@ def _ordered(of_steps: tuple[Tensor, Tensor], samples: Tensor, *layouts: Layout)
         if layout.T > 1 and torch.equal(t[seen], step) and torch.equal(samples[seen], sample):
             return layout
     return None
+
+
+def _other_steps(of_steps: tuple[Tensor, Tensor]) -> Refusal | None:
+    """Return which steps the frames of dimension 0 go to, where each goes to one, but not to that of its place."""
+    t, seen = of_steps
+    steps = torch.where(seen, t, -1).amax(1)
+    if not torch.equal(t[seen], steps[:, None].expand_as(t)[seen]):
+        return None
+    shown = ", ".join("none" if step < 0 else str(step) for step in steps[:8].tolist()) + (", .." if len(steps) > 8 else "")
+    return Refusal(Reason.NO_ORDER, f"its {len(steps)} frames go to steps {shown} of {int(t.max()) + 1}")
 
 
 def _digits(largest: int, base: int) -> int:

@@ -39,6 +39,28 @@ def fresh(module: nn.Module) -> nn.Module:
     return made
 
 
+UNSET = "set it to None meanwhile"
+
+
+def uncopied(model: nn.Module) -> tuple[str, str]:
+    """Return, for an error, which attribute stands in the way of a deep copy, and what to do with it."""
+    memo = host.detached_memories(model)
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            at = f"{name}.{key}".lstrip(".")
+            if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
+                return f" because {at!r} is a tensor computed from others", (
+                    "set it to None if a forward keeps it (a feature, a loss), or call the model under torch.no_grad() "
+                    "first; make weights plain (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm)"
+                )
+            if key not in ("_modules", "_parameters", "_buffers"):
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    return f" because of {at!r}, a {type(value).__name__}", UNSET
+    return "", "make copyable what it holds"
+
+
 def _is_kept(hook: Any) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils") or getattr(hook, "of_sj_tac", False)
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+# Tools that look a class up show its qualified name when they do not know it (NIR's exporter, torch's quantizers). No comma:
+# torch.export writes these names into lists.
+UNKNOWN = "(converted by sj_tac: give this tool sj_tac.restore(net) instead)"
 # By mixin and own class.
 _MADE: dict[tuple[type, type], type[nn.Module]] = {}
 
@@ -22,7 +25,7 @@ class Swapped(nn.Module):
 def mixed(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """Return the class of ``mixin`` and ``own``, the same one each time."""
     if (mixin, own) not in _MADE:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        names = {"__module__": own.__module__, "__qualname__": f"{own.__qualname__} {UNKNOWN}", "__doc__": own.__doc__}
         _MADE[mixin, own] = type(own.__name__, (mixin, own), names)
     return _MADE[mixin, own]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from sj_tac import host
-from sj_tac.definition import ops
+from sj_tac.definition import notices, ops
 from sj_tac.definition.classes import mixed, own_class
 from sj_tac.definition.frames import Frames, forget_calls, note_calls
 from sj_tac.definition.noted import Matchable, Noted, words
-from sj_tac.errors import CaptureWarning, ConversionError
+from sj_tac.errors import ConversionError
+from sj_tac.host import dispatch
 
 LOGITS = "tac_logits"
+# ``conv`` is the layer whose call runs in this thread, as it is defined.
+_RUNNING = threading.local()
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Sharing:
         dtype: that its convolution computes in, and its result is rounded to; None for the input's. int8 is a kernel's
             matter (rewrites/equations/integers.py): the definition computes in the input's.
         gate: of the net whose calls are captured (rewrites/gate.py); None if none are.
+        unshared: sentences on calls in which the layer aggregated nothing, for the report.
     """
 
     k: int
@@ -54,9 +58,10 @@ class Sharing:
     layer: str = ""
     dtype: torch.dtype | None = None
     gate: Any = field(default=None, repr=False, compare=False)
+    unshared: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update({"unshared": {}} | state)
         kind = type(self.neuron)
         if self.beta is None and not host.has_known_decay(self.neuron):
             raise ConversionError(
@@ -64,6 +69,10 @@ class Sharing:
                 "registered in this process: call sj_tac.register_neuron with it, as where the net was converted, before "
                 "the net is loaded"
             )
+
+    def aggregates(self) -> bool:
+        """Return whether a call of the layer would aggregate frames: k > 1, and its neuron takes many steps."""
+        return self.k > 1 and getattr(self.neuron, "step_mode", "m") == "m"
 
     @property
     def frames_of_group(self) -> int:
@@ -120,13 +129,30 @@ class SharedConv(Matchable):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return frames in the input's layout, equal within each group of k. The input is the first argument."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._call(args, kwargs)
+        before, _RUNNING.conv = getattr(_RUNNING, "conv", None), self
+        try:
+            return self._call(args, kwargs)
+        finally:
+            _RUNNING.conv = before
+
+    def _conv_forward(self, *args: Any) -> Tensor:
+        """Return the class's own convolution; a warning names a forward that calls this instead of the layer."""
+        is_own = torch.compiler.is_dynamo_compiling() or getattr(_RUNNING, "conv", None) is self
+        if not is_own and self.sharing.aggregates():
+            notices.around(self.sharing)
+        made: Tensor = super()._conv_forward(*args)  # type: ignore[misc]
+        return made
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         (x, *rest), kwargs = (args, kwargs) if args else ([kwargs[n] for n in [*kwargs][:1]], dict([*kwargs.items()][1:]))
         sharing, captured = self.sharing, torch.compiler.is_dynamo_compiling()
         frames = sharing.frames
         if not frames.folded and getattr(self, "step_mode", "m") == "s" and isinstance(self, host.StepModule):
             merges = getattr(sharing.neuron, "merging", None) is not None
             if (merges or not captured) and sharing.k > 1 and getattr(sharing.neuron, "step_mode", "s") == "m":
-                _say_single(sharing.layer, merges)
+                notices.single(sharing, merges)
             one_step: Tensor = super().forward(x, *rest, **kwargs)
             return one_step
         of_call = frames.steps(x) if x.numel() else None
@@ -183,18 +209,12 @@ class SharedConv(Matchable):
         """Warn of a call that shares nothing, or runs no kernels."""
         ops.refuse_trace()
         sharing = self.sharing
+        if sharing.k > 1 and dispatch.counts():
+            notices.counted(sharing.layer, sharing.k)
         if steps is None and sharing.k > 1:
-            _warn(
-                f"convolution {sharing.layer!r} computes what its source does, for it cannot tell T of its rows "
-                f"{list(x.shape)}: the call's shapes are not like those of example_input, or a part of the net was called. "
-                "Call the net itself, or convert it with an example of this kind"
-            )
+            notices.unknown(sharing, tuple(x.shape))
         elif sharing.gate is not None and not ops.is_inside():
-            root = type(sharing.gate.net).__name__
-            _warn(
-                f"a part of this converted {root} was called, or its forward: it runs as it is defined, right and slower. "
-                f"Only a call of the {root} itself runs sj_tac's kernels; call that, or convert the part that you call"
-            )
+            notices.part(type(sharing.gate.net).__name__)
 
     def fit_logits(self) -> None:
         """Give the convolution the logits that its weights need: k of them, at the decay weights, or none."""
@@ -225,21 +245,6 @@ class SharedConv(Matchable):
         sharing = self.sharing
         shown = f"{super().extra_repr()}, k={sharing.k}, weights={sharing.weights}"
         return shown if sharing.normalize else f"{shown}, normalize=False"
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CaptureWarning, stacklevel=4)
-
-
-def _say_single(layer: str, merges: bool) -> None:
-    """Warn of a layer that runs single steps in front of a neuron that runs many; raise if it ``merges`` equal drives."""
-    modes = f"convolution {layer!r} is in step mode 's', its neuron in 'm'"
-    tool = "a tool that sets it is to rewrite the source, before convert"
-    if merges:
-        raise ConversionError(
-            f"{modes}, and the neuron makes one step of equal drives (a binary collapse): set both to the same mode; {tool}"
-        )
-    _warn(f"{modes}: sj_tac shares nothing there, and each frame is computed. Set both to the same mode; {tool}")
 
 
 def has_trained_logits(module: nn.Module) -> bool:
@@ -313,7 +318,7 @@ def share(net: nn.Module, plan: Mapping[str, Sharing]) -> None:
         if before is None:
             conv.sharing, conv._tac = wanted, Noted(name)
         else:  # the same object, which a captured call knows
-            vars(before).update(vars(replace(wanted, gate=before.gate)))
+            vars(before).update(vars(replace(wanted, gate=before.gate, unshared=before.unshared)))
         conv._tac.fits = words("preserve", sharing.k, sharing.weights)
         conv.fit_logits()
     for name in {sharing.frames.of for sharing in plan.values() if sharing.frames.folded}:

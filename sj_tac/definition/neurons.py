@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.definition import ops
 from sj_tac.definition.classes import Swapped, mixed, own_class
+from sj_tac.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class OperatorNeuron(Swapped):
     merging: Merging | None = None
     # Noted in front of each captured call (rewrites/gate.py): no value of the surrogate is needed, only its gradient.
     fires_by_threshold = False
+    name_in_net = ""
 
     def multi_step_forward(self, x_seq: Tensor) -> Tensor:
         """Return the spikes [T, N, ...] of the drives [T, N, ...], and store the last voltage as SpikingJelly does."""
+        check_voltage(self, x_seq.shape[1:])
         if self.merging is None:
             return self._steps(x_seq)
         steps, size = x_seq.shape[0], self.merging.rate * self.merging.steps
@@ -73,13 +76,39 @@ class OperatorNeuron(Swapped):
         if self.fires_by_threshold and torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled():
             surrogate = surrogate or _ANY
         if surrogate is None or problem(self, x_seq):
-            spikes: Tensor = super().multi_step_forward(x_seq)  # type: ignore[misc]
+            if host.has_scripted_steps(self) and torch.compiler.is_dynamo_compiling():
+                spikes: Tensor = _as_it_is(self, x_seq)
+            else:
+                spikes = super().multi_step_forward(x_seq)  # type: ignore[misc]
             return spikes
         v = None if host.is_at_rest(self) else _voltage(self, x_seq)
         *numbers, threshold, reset, detach, _ = host.numbers_of(self)
         spikes, last = ops.neuron(x_seq, v, getattr(self, "w", None), *numbers, float(threshold), reset, detach, *surrogate)
         host.put_state(self, last, [])
         return spikes
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _as_it_is(node: Any, x_seq: Tensor) -> Tensor:
+    """Return the spikes of SpikingJelly's own steps, which Dynamo does not look into."""
+    spikes: Tensor = super(OperatorNeuron, node).multi_step_forward(x_seq)
+    return spikes
+
+
+def check_voltage(node: Any, frame: torch.Size) -> None:
+    """Raise InputError where the voltage that a call before left does not fit a call's frames, [N, ...].
+
+    SpikingJelly 2.0 replaces such a voltage by itself. A voltage that was set for all samples or places fits.
+    """
+    held = None if host.IS_V2 else node._memories["v"]
+    if not isinstance(held, Tensor) or held.shape == frame:
+        return
+    sizes = zip(reversed(held.shape), reversed(frame), strict=False)
+    if held.dim() > len(frame) or any(size not in (1, wanted) for size, wanted in sizes):
+        raise InputError(
+            f"neuron {node.name_in_net!r} holds voltages {list(held.shape)} of an earlier call, and this call's frames are "
+            f"{list(frame)}; call functional.reset_net(net) between calls of different shapes"
+        )
 
 
 def _voltage(node: Any, x_seq: Tensor) -> Tensor:
@@ -127,6 +156,7 @@ def swap(net: nn.Module) -> list[str]:
     for name, module in net.named_modules():
         if is_known(module) and not isinstance(module, OperatorNeuron):
             module.__class__ = mixed(OperatorNeuron, type(module))
+            module.name_in_net = name
             found.append(name)
     return found
 
@@ -135,6 +165,6 @@ def undo(net: nn.Module) -> None:
     """Give each neuron that ``swap`` changed its own class again."""
     for module in net.modules():
         if isinstance(module, OperatorNeuron):
-            for name in ("merging", "fires_by_threshold"):
+            for name in ("merging", "fires_by_threshold", "name_in_net"):
                 vars(module).pop(name, None)
             module.__class__ = own_class(type(module))  # type: ignore[assignment]

@@ -21,6 +21,7 @@ from sj_tac.host.neurons import (
     fires_by_threshold as fires_by_threshold,
     fused_surrogate as fused_surrogate,
     has_known_decay as has_known_decay,
+    has_scripted_steps as has_scripted_steps,
     input_gain as input_gain,
     many_numbers as many_numbers,
     may_be_vouched_for as may_be_vouched_for,

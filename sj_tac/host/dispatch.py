@@ -35,6 +35,12 @@ def takes_gradients() -> bool:
     return top is not None and top.key() == torch._C._functorch.TransformType.Grad
 
 
+def counts() -> bool:
+    """Return whether a counter of operations or energy of SpikingJelly's watches this call."""
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack() if modes() else []
+    return any(type(mode).__module__.startswith("spikingjelly.activation_based.op_counter") for mode in stack)
+
+
 def is_batched(*gradients: Tensor | None) -> bool:
     """True where one holds many, as torch.autograd.grad(is_grads_batched=True) has them: no transform of torch.func's."""
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients)

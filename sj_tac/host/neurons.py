@@ -129,6 +129,14 @@ def _soft_reset_problem(threshold: Any) -> str:
     return f"its v_threshold is {number(threshold)}, and SpikingJelly's soft reset by it makes voltages NaN"
 
 
+def has_scripted_steps(node: Any) -> bool:
+    """Return whether the host's own steps are TorchScript, which takes a trained v_threshold for a number without gradient.
+
+    Dynamo would trace the Python behind them, where it has one.
+    """
+    return not IS_V2 and isinstance(node.v_threshold, Tensor) and node.v_threshold.requires_grad
+
+
 class Numbers(NamedTuple):
     """What a neuron's steps go by: "lif", "plif" or "if"; tau (of LIF); v_threshold; v_reset, None for a soft reset."""
 

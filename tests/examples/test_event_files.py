@@ -7,7 +7,7 @@ import dvs128
 import numpy as np
 import pytest
 import torch
-from event_files import DataError, DataWarning, check_archive, checked
+from event_files import DataError, DataWarning, check_archive, check_table, checked
 from hypothesis import given, strategies as st
 from short_runs import generated_gestures, gesture_folder
 
@@ -70,6 +70,7 @@ ARCHIVE = {
         ({"offsets": np.array([0, 2, 4])}, r"\{'x': 3, 'y': 3, 'dt_us': 3\} events do not fit its offsets, which end at 4"),
         ({"offsets": np.array([0, 3])}, r"2 labels do not fit 2 offsets"),
         ({"label": np.array([4, -1])}, r"label\[1\] is -1; labels are class indices"),
+        ({"label": np.array([12, 1])}, r"label\[0\] is 12; labels are class indices, the digits 0 to 9"),
         ({"is_test": np.array([1, 2])}, r"is_test\[1\] is 2"),
         ({"dt_us": np.array([0, 0.007, 0])}, r"dt_us has dtype float64; integers \(microseconds\)"),
         ({"x": np.array([1, 2], np.uint8)}, r"'x': 2"),
@@ -141,8 +142,56 @@ def test_gestures_that_tonic_hands_out_are_checked(tmp_path):
     assert torch.equal(found, expected)
     with pytest.raises(DataError, match=r"0\.npy: x\[7\] is 128, outside the sensor of 128 x 128"):
         first("outside")
-    with pytest.raises(DataError, match=r"0\.npy cannot be read \(IndexError"):
+    with pytest.raises(DataError, match=r"0\.npy: an array \[3\] of float64; a table \[events, 4\] of numbers is expected"):
         first("cut")
+
+
+TABLE = np.array([[1, 2, 1, 5], [3, 4, 0, 6], [5, 6, 1, 7]], float)
+
+
+def at(row, column, value, dtype=float):
+    changed = TABLE.astype(dtype)
+    changed[row, column] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (at(1, 0, 65541), r"x\[1\] is 65541, outside the sensor of 128 x 128"),
+        (at(1, 1, 0.5), r"y\[1\] is 0\.5; whole numbers are expected"),
+        (at(2, 0, np.nan), r"x\[2\] is nan; whole numbers"),
+        (at(1, 2, 3), r"p\[1\] is 3; polarity is 0 \(off\) or 1 \(on\)"),
+        (at(2, 2, -1, np.int16), r"p\[2\] is -1; polarity"),
+        (at(2, 3, np.inf), r"t\[2\] is inf; times are milliseconds from 0 to"),
+        (
+            at(2, 3, 3_000_000, np.int32),
+            r"t\[2\] is 3000000; times are milliseconds from 0 to 2147483, which int32",
+        ),
+        (TABLE.astype(str), r"an array \[3, 4\] of <U32; a table"),
+        (np.zeros(3, [("x", "i2"), ("y", "i2"), ("p", "i2"), ("t", "i8")]), r"an array \[3\] of \[\('x', '<i2'\)"),
+    ],
+)
+def test_tables_whose_values_a_reader_would_cast_away_are_refused(table, message, tmp_path):
+    check_table(TABLE, 128, "r.npy")
+    np.save(tmp_path / "r.npy", table)
+    with pytest.raises(DataError, match=r"r\.npy: " + message):
+        dvs128.Recordings(None, [str(tmp_path / "r.npy")], None, is_table=True)[0]
+
+
+@pytest.mark.parametrize("folder", ["12", "-1", "zebra"])
+def test_recordings_in_a_folder_that_is_no_digit_are_refused(folder, tmp_path):
+    pytest.importorskip("tonic")
+    write_bin(tmp_path / "Test" / folder / "00001.bin", **EVENTS)
+    with pytest.raises(DataError, match=rf"00001\.bin is in a folder '{folder}'; N-MNIST's folders are the digits 0 to 9"):
+        datasets.nmnist_folder(tmp_path, False, 3)
+
+
+def test_an_archive_that_is_one_array_is_refused(tmp_path):
+    np.save(tmp_path / "r.npy", np.zeros(3))
+    (tmp_path / "r.npy").rename(tmp_path / "r.npz")
+    with pytest.raises(DataError, match=r"r\.npz holds one array \[3\], as \.npy files do"):
+        datasets.read_recordings(tmp_path / "r.npz")
 
 
 def test_a_recording_of_one_instant_keeps_its_events(tmp_path):
