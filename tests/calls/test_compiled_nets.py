@@ -3,9 +3,9 @@
 import pairs
 import pytest
 import torch
-from comparing import reset
+from defined import given, same
 from forwards import build, spikes_in
-from spikingjelly.activation_based import functional, layer, neuron
+from spikingjelly.activation_based import layer
 from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
 from torch._dynamo.utils import counters
@@ -41,19 +41,6 @@ def chains(kind):
     return awake(net, frames(12, 2, 2, 8, 8)).double()
 
 
-def everything(net, x, weights, of):
-    """Outputs, gradients to the input and to all parameters, voltages."""
-    functional.reset_net(of)
-    of.zero_grad()
-    x = x.clone().requires_grad_()
-    out = net(x)
-    (out * weights).sum().backward()
-    voltages = [m.v.detach() for m in of.modules() if isinstance(m, neuron.BaseNode)]
-    found = [out.detach(), x.grad, *(p.grad.clone() for p in of.parameters()), *voltages]
-    functional.reset_net(of)
-    return found
-
-
 # The last number: graphs, at most. For sizes of 1 torch has its own, and so for T within one group: of k frames, or of more
 # behind a binary collapse.
 FREE = [
@@ -80,11 +67,9 @@ def test_t_is_free(kind, how, most):
     # No convolution has fewer than 16 frames, or torch would choose another kernel for it, in another graph.
     for steps, samples in ((5, 17), (7, 18), (4, 16), (3, 20), (8, 16))[: 5 if pairs.EXHAUSTIVE else 2]:
         x = frames(steps, samples, 2, 8, 8, seed=steps).double()
-        weights = torch.randn(steps, samples, 4, 2, 2, generator=torch.Generator().manual_seed(steps)).double()
-        expected, found = everything(fast, x, weights, fast), everything(compiled, x, weights, fast)
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-        spikes += expected[0].sum()
+        expected = given(fast, x)
+        same(given(fast, x, call=compiled), expected)
+        spikes += expected["output 0"].sum()
         counts.append(graphs())
     assert counts[0] == 1
     assert counts[-1] <= most
@@ -113,13 +98,6 @@ def test_a_function_that_the_user_compiled_gives_what_it_gives_uncompiled(mode, 
             return n.head(n.d(n.c(used(n.b(s), s))))
 
         fast.steps = steps
-        reset(fast)
-        fast.zero_grad()
-        with torch.set_grad_enabled(grad):
-            y = fast(spikes_in())
-        if grad:
-            y.square().sum().backward()
-        found.append([y.detach(), *(p.grad.clone() for p in fast.parameters() if p.grad is not None)])
-    assert len(found[0]) == len(found[1]) > (5 if grad else 0)
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        found.append(given(fast, spikes_in(), grad))
+    same(*found)
+    assert any(name.startswith("gradient") for name in found[0]) is grad

@@ -60,7 +60,7 @@ def calls(net, x):
 
 
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3, 1]}
-FEW = (Way("no_grad"), Way("input"), Way(train=True))
+FEW = (Way("no_grad"), Way(), Way(train=True))
 
 
 @pairs.parametrize(edit=EDITS, **MODES)

@@ -5,6 +5,7 @@ import copy
 import pairs
 import pytest
 import torch
+from defined import given, same
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from support import awake
 from torch import nn
@@ -50,33 +51,17 @@ def made(kind="LIF", mean=True, dtype=torch.float64):
     return awake(Net(kind, mean).eval(), x).to(dtype), x.to(dtype)
 
 
-def called(net, frames, grad):
-    """Outputs of two calls, voltages of the heads and gradients."""
-    functional.reset_net(net)
-    net.zero_grad()
-    for module in net.modules():
-        if isinstance(module, neuron.BaseNode):
-            module.train(grad)  # SpikingJelly before 2.0 has no gradients in evaluation
-    with torch.set_grad_enabled(grad):
-        outputs = [net(x) for x in frames]
-    if grad:
-        sum((out * torch.arange(10.0).to(out)).sum() for out in outputs).backward()
-    voltages = [net.hidden_neuron.v, net.last_neuron.v]
-    return outputs, voltages, {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-
-
 @pairs.parametrize(kind=NEURONS, k=[1, 2], mean=[True, False])
 def test_outputs_voltages_and_gradients(kind, mean, k):
     net, x = made(kind, mean)
     fast = sj_tac.convert(copy.deepcopy(net), preserve(k), example_input=x)
     other = net if k == 1 else sj_tac.convert(copy.deepcopy(net), preserve(k), fuse=False)
-    for frames in ([x, x.flip(0)], [x[:5, :3], x[:3, :3]]):
+    for frames in ((x, x.flip(0)), (x[:5, :3], x[:3, :3])):
         for grad in (False, True):
-            found, expected = called(fast, frames, grad), called(other, frames, grad)
-            assert all(type(out) is torch.Tensor for out in found[0])
-            assert 0.02 < found[0][0].mean() < 0.6
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-            assert not grad or expected[2]["hidden.weight"].abs().sum() > 0
+            found, expected = (given(n, x, grad, lambda _, n=n: [n(f) for f in frames]) for n in (fast, other))  # noqa: B023
+            assert 0.02 < found["output 0"].mean() < 0.6
+            same(found, expected, atol=1e-12)
+            assert not grad or expected["gradient of hidden.weight"].abs().sum() > 0
 
 
 CHANGES = {

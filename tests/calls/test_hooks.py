@@ -12,8 +12,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*was planned")
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3]}
 TWO = pytest.mark.parametrize(("mode", "k"), [("preserve", 2), ("collapse", 3)])
 GRADS = (Way(), Way(train=True))
-# Full backward hooks of the first module warn where the input has no gradient.
-INPUT_GRADS = (Way("input"), Way("input", train=True))
 
 
 def reading(net):
@@ -62,7 +60,7 @@ def test_global_hooks(mode, k, kind):
             handles.append(getattr(nn.modules.module, f"register_{name}")(note))
 
     try:
-        agrees(Situation(net, spikes_in(), edit=edit, ways=INPUT_GRADS), mode, k)
+        agrees(Situation(net, spikes_in(), edit=edit, ways=GRADS), mode, k)
     finally:
         handles[0].remove()
     assert set(lengths) == {7}, "hooks see T frames"
@@ -89,11 +87,11 @@ def collected(net, x):
 
 
 def test_full_backward_hooks_see_gradients_of_frames():
-    agrees(Situation(build(), spikes_in(), call=collected, edit=collecting, ways=INPUT_GRADS), "preserve", 2)
+    agrees(Situation(build(), spikes_in(), call=collected, edit=collecting, ways=GRADS), "preserve", 2)
 
 
 def test_full_backward_hooks_that_only_look_change_nothing_of_a_collapse():
-    agrees(Situation(build(), spikes_in(), edit=collecting, defined=nothing, ways=INPUT_GRADS), "collapse", 3)
+    agrees(Situation(build(), spikes_in(), edit=collecting, defined=nothing, ways=GRADS), "collapse", 3)
 
 
 def halving(net):
