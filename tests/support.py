@@ -214,19 +214,6 @@ def recorded(net: nn.Module, kinds: Any = neuron.BaseNode) -> Iterator[dict[str,
             handle.remove()
 
 
-def differentiated(net: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
-    """Outputs of a call, gradients by parameter, and voltages by neuron; neurons are in training mode afterwards."""
-    for module in net.modules():
-        if hasattr(module, "v_threshold"):
-            module.train()  # the older host differentiates no neuron in eval mode
-    functional.reset_net(net)
-    net.zero_grad()
-    y = net(x)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    gradients = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-    return y.detach(), gradients, {n: m.v.detach() for n, m in net.named_modules() if hasattr(m, "v_threshold")}
-
-
 def same_state(a: nn.Module, b: nn.Module) -> bool:
     """Equal keys in order, shapes and values of state_dict, and equal parameter names."""
     left, right = a.state_dict(), b.state_dict()

@@ -5,8 +5,10 @@ All are our own. LIF neurons have tau = 2 everywhere, so that every group is wei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +36,24 @@ def grouped(x: Tensor, k: int, dim: int = 0) -> Tensor:
         weights = (weights / weights.sum()).view(n, *[1] * (x.dim() - dim - 1))
         parts.append((part * weights).sum(dim, keepdim=True).expand_as(part))
     return torch.cat(parts, dim)
+
+
+def by_hand(net: nn.Module, k: int, convs: Mapping[str, tuple[int, int] | None], dim: int = 0) -> nn.Module:
+    """A copy of the net, with hooks that hand convs a weighted mean in the place of every frame of its group.
+
+    Args:
+        convs: of each name, what unfolds the frames that it is handed; None where they are not folded.
+        dim: which of the first two dimensions is time.
+    """
+    made = copy.deepcopy(net)
+
+    def aggregate(module: nn.Module, args: Any, fold: tuple[int, int] | None) -> tuple[Tensor]:
+        y = grouped(args[0] if fold is None else args[0].unflatten(0, fold), k, dim)
+        return (y if fold is None else y.flatten(0, 1),)
+
+    for name, fold in convs.items():
+        made.get_submodule(name).register_forward_pre_hook(partial(aggregate, fold=fold))
+    return made
 
 
 class Stem(nn.Module):

@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 import torch
+from defined import given, same
 from idioms.constants import FURTHER
-from idioms.miniatures import IDIOMS as OF_MINIATURES, N, OwnNeuron, T, grouped
+from idioms.miniatures import IDIOMS as OF_MINIATURES, N, OwnNeuron, T, by_hand
 from idioms.own_forwards import OWN
 from spikingjelly.activation_based import functional, neuron
 from support import only_v2
@@ -103,45 +104,15 @@ def convert(name, net, x, k, **more):
 
 def oracle(name, net, k, steps=T):
     """The source, with hooks that hand each conv the sum of its group's frames in every frame's place."""
-    idiom, made = IDIOMS[name], copy.deepcopy(net)
-
-    def aggregate(folded):
-        def hook(module, args):
-            x = args[0]
-            return (grouped(x.unflatten(0, (steps, -1)), k).flatten(0, 1) if folded else grouped(x, k),)
-
-        return hook
-
-    for conv in idiom.converted:
-        if conv not in idiom.exact:
-            made.get_submodule(conv).register_forward_pre_hook(aggregate(conv in idiom.folded))
-    return made
+    idiom = IDIOMS[name]
+    return by_hand(net, k, {c: (steps, -1) if c in idiom.folded else None for c in idiom.converted if c not in idiom.exact})
 
 
 def run(net, x):
-    """Output, input's and parameters' gradients, voltages."""
-    functional.reset_net(net)
-    x = x.clone().requires_grad_(x.dim() == 5)
-    y = net(x)
-    weight = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view_as(y)
-    net.zero_grad()
-    (y * weight).sum().backward()
-    voltages = {n: m.v.detach() for n, m in neurons(net).items() if isinstance(m, neuron.BaseNode)}
-    gradients = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-    return y.detach(), x.grad, gradients, voltages
-
-
-def same(found, expected, **close):
-    """Alike as far as ``close`` says; there must be gradients to compare."""
-    for a, b in zip(found[:2], expected[:2], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, **close)
-    assert any(g.abs().sum() > 0 for g in expected[2].values())
-    for a, b in zip(found[2:], expected[2:], strict=True):
-        assert a.keys() == b.keys()
-        for key in b:
-            torch.testing.assert_close(a[key], b[key], **close, msg=lambda m, key=key: f"{key}: {m}")
+    """All that a call shows; there are gradients to compare."""
+    found = given(net, x)
+    assert any(value.abs().sum() > 0 for name, value in found.items() if name.startswith("gradient of "))
+    return found
 
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -167,7 +138,9 @@ def test_groups_of_frames_are_what_hooks_on_the_source_make(name, k, fuse):
     expected = run(oracle(name, net, k), x)
     same(run(fast, x), expected, **CLOSE)
     if k == 2 and set(IDIOMS[name].converted) != set(IDIOMS[name].exact):
-        assert not torch.equal(expected[0], run(net, x)[0]), "aggregation changes nothing here: the test sees nothing"
+        assert not torch.equal(expected["output 0"], run(net, x)["output 0"]), (
+            "aggregation changes nothing here: the test sees nothing"
+        )
 
 
 @EVERY

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from idioms.miniatures import grouped
+from idioms.miniatures import by_hand
 from idioms.own_forwards import Branching, FoldedStandardised, Masked, Standardised
 from spikingjelly.activation_based import functional, layer
 from support import conv, frames, node, same_state
@@ -42,17 +42,8 @@ def verdict(own, x):
     return sj_tac.plan(Chain(own), k=2, example_input=x)["own"]
 
 
-def by_hand(net, k):
-    """A copy of the net whose convs are handed what a converted one reads."""
-
-    def aggregate(module, args):
-        x = args[0]
-        return (grouped(x, k) if x.dim() == 5 else grouped(x.unflatten(0, (6, 3)), k).flatten(0, 1),)
-
-    made = copy.deepcopy(net)
-    for module in (made.conv, made.own):
-        module.register_forward_pre_hook(aggregate)
-    return made
+def defined_by_hooks(net, k):
+    return by_hand(net, k, {"conv": None, "own": None if isinstance(net.own, layer.Conv2d) else (6, 3)})
 
 
 def bent(name, change):
@@ -215,7 +206,7 @@ def test_parametrized_ones_train_as_the_source_does(which, x):
 @pytest.mark.parametrize("which", list(PARAMETRIZED))
 def test_parametrized_ones_aggregate_and_come_back(which, x, tmp_path):
     net, x = Chain(PARAMETRIZED[which]).double().eval(), x.double()
-    fast, defined = sj_tac.convert(net, k=2, example_input=x), by_hand(net, 2)
+    fast, defined = sj_tac.convert(net, k=2, example_input=x), defined_by_hooks(net, 2)
     with torch.no_grad():
         expected, source = fast(x), net(x)
         torch.testing.assert_close(expected, defined(x), **CLOSE)
@@ -242,7 +233,7 @@ def test_what_they_make_of_their_weights_is_seen_in_every_call(which, last, x):
     net = Chain(MADE[which]).eval()
     fast = sj_tac.convert(net, k=2, example_input=x)
     assert sj_tac.report(fast)["own"].status == "converted"
-    defined, seen = by_hand(net, 2), set()
+    defined, seen = defined_by_hooks(net, 2), set()
     if last:
         fast, x = fast.to(memory_format=torch.channels_last), x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
         x = x.unflatten(0, (6, 3))
