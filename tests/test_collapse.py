@@ -300,12 +300,3 @@ def test_where_a_collapse_cannot_begin_it_says_why():
     policy["rules"][0] = {"match": "conv?", "mode": "collapse"}
     check(net, policy, x)
     check(net, "collapse", x, k=3)
-
-
-def test_k_1_collapses_nothing():
-    net, x = csnn().double(), inputs(6)
-    expected = given(net, x)
-    functional.reset_net(net)
-    fast = sj_tac.convert(net, "collapse", 1)
-    assert sj_tac.report(fast).stretched == ()
-    same(given(fast, x), expected)

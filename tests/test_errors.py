@@ -240,9 +240,3 @@ def test_set_k_that_is_refused_changes_nothing(net):
     assert sj_tac.report(fast).to_dict() == before
     with torch.no_grad():
         assert fast(frames(6, 2, 2, 8, 8)).shape[0] == 6
-
-
-def test_data_parallel_is_refused_with_the_remedy(net):
-    fast = sj_tac.convert(net)
-    with pytest.raises(RuntimeError, match=r"layer '0': nn.DataParallel .*DistributedDataParallel"):
-        fast[0]._replicate_for_data_parallel()

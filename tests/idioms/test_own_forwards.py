@@ -1,7 +1,6 @@
 """Which convs with a forward of their own may stand for the known ones, and what becomes of them."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from idioms.own_forwards import Branching, FoldedStandardised, Masked, Standardi
 from spikingjelly.activation_based import functional, layer
 from support import conv, frames, node, same_state
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 import sj_tac
 
@@ -138,16 +137,6 @@ def test_trials_call_nobodys_hooks_draw_nobodys_numbers_and_leave_nothing(x):
     assert {name: dict(vars(m)) for name, m in net.named_modules()} == held
 
 
-def test_weights_that_cannot_be_copied_convert_in_place(x):
-    net = Chain(lambda: FoldedStandardised(4, 4, 3, padding=1)).eval()
-    prune.l1_unstructured(net.own, "weight", 0.3)
-    with torch.enable_grad():
-        net.own.weight = net.own.weight_orig * net.own.weight_mask
-    fast = sj_tac.convert(net, k=2, example_input=x, inplace=True)
-    found = sj_tac.report(fast)
-    assert (found["conv"].status, found["own"].status) == ("converted", "converted")
-
-
 @pytest.mark.skipif(not hasattr(layer, "WSConv2d"), reason="this host has no WSConv2d")
 def test_the_hosts_standardised_layers_need_no_example(x):
     net = nn.Sequential(
@@ -247,22 +236,3 @@ def test_what_they_make_of_their_weights_is_seen_in_every_call(which, last, x):
             seen.add(spikes.sum().item())
         assert 0.02 < spikes.mean() < 0.6
     assert len(seen) == 3
-
-
-@pytest.mark.parametrize("which", ["standardised", "masked"])
-def test_copies_pickles_set_k_and_restore(which, x):
-    net = Chain(MADE[which]).eval()
-    fast = sj_tac.convert(net, k=3, example_input=x)
-    assert isinstance(fast.own, type(net.own))
-    with torch.no_grad():
-        expected = fast(x)
-        for made in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
-            functional.reset_net(made)
-            assert torch.equal(made(x), expected)
-            sj_tac.set_k(made, 1)
-            sj_tac.set_k(made, 3)
-            functional.reset_net(made)
-            assert torch.equal(made(x), expected)
-        back = sj_tac.restore(made)
-        assert type(back.own) is type(net.own)
-        assert same_state(back, net)

@@ -102,10 +102,6 @@ class Turning(nn.Module):
         return self.lif3(self.swap(self.conv3(x)))
 
 
-class Permuting(Turning):
-    swap = staticmethod(lambda x: x.permute(1, 0, 2, 3, 4))
-
-
 class FoldedBySteps(nn.Module):
     """Folded one way for the first convolution, and the other for the second."""
 
@@ -135,7 +131,7 @@ class Layers(nn.Module):
         return self.lif2(self.conv2(x.transpose(0, 1)).transpose(0, 1))
 
 
-NETS = [Own, Reusing, Turning, Permuting, FoldedBySteps, Layers]
+NETS = [Own, Reusing, Turning, FoldedBySteps, Layers]
 
 
 def frames(steps=T, batch=N):
@@ -150,13 +146,10 @@ def made(kind):
 
 def defined(net, k, batch=N):
     """A copy of the net whose convolutions read weighted means, wherever time stands."""
-    convs = {
-        name: None if type(m) is layer.Conv2d else (batch, -1) for name, m in net.named_modules() if isinstance(m, nn.Conv2d)
-    }
-    stepwise = {name: (-1, batch) for name in convs if isinstance(net, FoldedBySteps) and name == "conv2"}
-    if isinstance(net, Layers):
-        convs = dict.fromkeys(convs)
-    return by_hand(by_hand(net, k, {n: fold for n, fold in convs.items() if n not in stepwise}, 1), k, stepwise)
+    convs = {name: m for name, m in net.named_modules() if isinstance(m, nn.Conv2d)}
+    folds = {name: None if type(m) is layer.Conv2d else (batch, -1) for name, m in convs.items()}
+    stepwise = {"conv2": (-1, batch)} if isinstance(net, FoldedBySteps) else {}
+    return by_hand(by_hand(net, k, {n: fold for n, fold in folds.items() if n not in stepwise}, 1), k, stepwise)
 
 
 def compare(converted, wanted, x):
