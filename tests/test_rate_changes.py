@@ -135,10 +135,14 @@ def test_a_schedule_that_fails_gives_every_layer_its_own_k_back():
     net = sj_tac.convert(
         source(), {"default": {"mode": "collapse", "k": 8}, "rules": [{"match": "0", "mode": "collapse", "k": 2}]}
     )
-    before = [v.k for v in sj_tac.report(net).converted]
-    with pytest.raises(BatchError):
-        sj_tac.KSchedule(net, {0: 3}, batches=[torch.zeros(2)]).step(0)
-    assert [v.k for v in sj_tac.report(net).converted] == before == [2, 8, 8]
+    before, state = [v.k for v in sj_tac.report(net).converted], copy.deepcopy(net.state_dict())
+    for batch in (torch.zeros(2), torch.full_like(X, torch.nan)):
+        schedule = sj_tac.KSchedule(net, {0: 3}, batches=[batch])
+        with pytest.raises(BatchError):
+            schedule.step(0)
+        assert [v.k for v in sj_tac.report(net).converted] == before == [2, 8, 8]
+        torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
+        assert schedule.current is None
 
 
 @pytest.mark.parametrize("k", [1, 2])

@@ -10,7 +10,6 @@ from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was planned")
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3]}
-TWO = pytest.mark.parametrize(("mode", "k"), [("preserve", 2), ("collapse", 3)])
 GRADS = (Way(), Way(train=True))
 
 
@@ -92,47 +91,6 @@ def test_full_backward_hooks_see_gradients_of_frames():
 
 def test_full_backward_hooks_that_only_look_change_nothing_of_a_collapse():
     agrees(Situation(build(), spikes_in(), edit=collecting, defined=nothing, ways=GRADS), "collapse", 3)
-
-
-def halving(net):
-    net.b.register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
-    net.c[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
-    net.d.register_full_backward_pre_hook(lambda m, go: (go[0] * 0.25,))
-
-
-def tensor_hooks(net):
-    for module in (net.b, net.c[0], net.d[1]):
-        module.register_forward_hook(lambda m, args, out: (out.register_hook(lambda g: g * 0.5), None)[1])
-
-
-@pytest.mark.parametrize("edit", [halving, tensor_hooks])
-@pytest.mark.parametrize("k", [1, 2])
-def test_hooks_that_change_gradients(edit, k):
-    agrees(Situation(build(), spikes_in(), edit=edit, ways=GRADS), "preserve", k)
-
-
-def retaining(net):
-    def hook(module, args, out):
-        out.retain_grad()
-        module.__dict__["kept"] = out
-
-    net.b.register_forward_hook(hook)
-    net.c[0].register_forward_hook(hook)
-
-
-def retained(net, x, frames=True):
-    out = net(x)
-    out.square().sum().backward(retain_graph=True)
-    grads = [net.b.kept.grad, net.c[0].kept.grad]
-    net.zero_grad()
-    return [out, *[g.clone() if frames else g.sum(0) for g in grads]]
-
-
-@TWO
-def test_gradients_of_values_inside(mode, k):
-    """In a collapse the frames of a group are one value: which of them its gradient is booked on is not defined."""
-    call = retained if mode == "preserve" else lambda net, x: retained(net, x, False)
-    agrees(Situation(build(), spikes_in(), call=call, edit=retaining, ways=GRADS), mode, k)
 
 
 # ---- values that outlive their call ------------------------------------------------------------------------------------
