@@ -75,18 +75,6 @@ def test_values_gradients_and_voltages_are_the_definitions(pool, end, policy, st
     check(net, POLICIES[policy], inputs(steps, 16))
 
 
-def test_a_binary_collapse_is_the_operators_on_groups():
-    net, x = csnn().double(), inputs(10)
-    policy = {"default": {"k": 1}, "rules": [{"match": "0", "mode": "collapse", "k": 4, "spikes": "binary"}]}
-    with torch.no_grad():
-        y = sj_tac.convert(net, policy, backend="reference")(x)
-        groups = sj_tac.TAC(*net[:3], 4, backend="reference")(x)
-        for module in net[3:]:
-            groups = module(groups)
-    assert y.std() > 0
-    torch.testing.assert_close(y, groups.repeat_interleave(torch.tensor([4, 4, 2]), 0), rtol=1e-9, atol=1e-9)
-
-
 def test_every_neuron_behind_a_count_collapse_is_stretched_and_every_conv_computes_groups():
     net, x = csnn().double(), inputs(7)
     fast = sj_tac.convert(net, "collapse", 3, example_input=x)
@@ -178,20 +166,6 @@ def test_folded_frames_come_out_as_they_are(fuse):
 
     policy = {"default": {"mode": "collapse", "k": 2, "emit": "groups"}}
     assert sj_tac.convert(Folded(None), policy, example_input=inputs(7), fuse=fuse)(inputs(7)).shape == (14, 4, 8, 8)
-
-
-def test_k_counts_source_steps_behind_a_collapse():
-    """Behind a collapse by 2, a layer of k=4 aggregates two frames, weighted beta^2 : 1."""
-    net = awake(three_layers(), inputs(8))
-    fast, seen = sj_tac.convert(net, {"default": {"k": 4}, "rules": [{"match": "0", "mode": "collapse", "k": 2}]}), {}
-    fast[3].register_forward_hook(lambda m, a, out: seen.update(x=a[0] + 0, y=out + 0))
-    with torch.no_grad():
-        fast(inputs(8))
-        beta = 1 - 1 / 3
-        pair = (beta**2 * seen["x"][0::4] + seen["x"][2::4]) / (beta**2 + 1)
-        expected = net[3](pair).repeat_interleave(4, 0)
-    assert torch.equal(seen["x"][0::2], seen["x"][1::2])
-    torch.testing.assert_close(seen["y"], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_single_step_mode_is_the_source():

@@ -1,4 +1,4 @@
-"""What of the definition's modules no public call reaches: parts of a plan that are refused, weights that are no parameters."""
+"""The definition's modules where no public call reaches: refused parts of a plan, weights that are no parameters."""
 
 import copy
 

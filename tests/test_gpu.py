@@ -74,23 +74,6 @@ def test_the_device_agrees_with_the_cpu_up_to_spikes_at_the_threshold(policy, k)
     assert (on_cpu(x.cpu()) - y).abs().mean() < 0.02
 
 
-@there
-@pytest.mark.parametrize("policy", ["preserve", "collapse"])
-def test_fused_is_unfused_and_so_are_gradients(policy):
-    net, fused, x = on_device(policy, 2)
-    unfused = sj_tac.convert(net, policy, 2, fuse=False)
-    found = []
-    for fast in (unfused, fused):
-        fast.eval()
-        y = fast(x)
-        y.sum().backward()
-        found.append((y.detach(), {name: p.grad for name, p in fast.named_parameters()}))
-    assert (found[0][0] - found[1][0]).abs().mean() < 0.01
-    for name, gradient in found[0][1].items():
-        error = (found[1][1][name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-6)
-        assert error < 0.05, name
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if REAL or pairs.EXHAUSTIVE else [torch.bfloat16])
 def test_autocast_runs_the_kernels_in_half(dtype, monkeypatch):
     net, fast, x = on_device("preserve", 2)

@@ -141,29 +141,6 @@ def test_a_max_pool_before_the_neuron_is_refused_unless_it_is_allowed(inside):
         same(given(one, x), source)
 
 
-def test_what_is_not_affine_is_not_taken_for_it():
-    for change, reason in (
-        (lambda x: x * x, "NOT_AFFINE"),
-        (lambda x: torch.div(x, 2, rounding_mode="floor"), "NO_NEURON"),  # no gradient shows what it drives
-        (lambda x: 1 / x, "NOT_AFFINE"),
-        (lambda x: x**2, "NOT_AFFINE"),
-        (lambda x: x @ x, "NOT_AFFINE"),
-    ):
-
-        class Net(nn.Module):
-            def __init__(self, change):
-                super().__init__()
-                self.conv, self.node, self.change = conv(2, 2), lif(), change
-                self.good = nn.Sequential(conv(2, 2), lif())
-
-            def forward(self, x):
-                return self.good(self.node(self.change(self.conv(x))))
-
-        report = sj_tac.plan(Net(change))
-        assert report["conv"].reason == reason
-        assert report["good.0"].status == "converted"
-
-
 def test_a_forward_that_asks_for_t_is_converted_as_it_runs():
     class Moody(nn.Module):
         def __init__(self):

@@ -7,7 +7,7 @@ import pairs
 import pytest
 import torch
 from comparing import Situation, Way, agrees, definitions, nothing, policy_of, run, same, same_as_one
-from definition import define, settings_of, unmark
+from definition import unmark
 from forwards import build, lif, spikes_in, straight
 from spikingjelly.activation_based import functional, layer
 from support import frames, only_v2
@@ -175,36 +175,6 @@ def test_a_transform_gives_the_same(call, mode):
         out = call(fast, x)
     assert any(torch.allclose(out, e, **CLOSE) for e in expected), call.__name__
     assert any(torch.allclose(quiet(fast, x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
-
-
-@only_v2
-@BOTH
-def test_functional_gradients(mode):
-    fast, others = pair(mode)
-
-    def gradients(net):
-        functional.reset_net(net)
-        names = {n: p.detach().clone() for n, p in net.named_parameters()}
-        return torch.func.grad(lambda p: functional_call(net, p, (spikes_in(),)).square().sum())(names)
-
-    found, net = gradients(fast), others[0]
-    unmark(net(spikes_in())).square().sum().backward()
-    expected = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
-    assert len(expected) > 10
-    torch.testing.assert_close({n: found[n] for n in expected}, expected, **CLOSE)
-
-
-def test_set_k_and_restore_after_calls():
-    source = build()
-    fast = sj_tac.convert(source, "preserve", 2)
-    for k in (3, 1, 2):
-        sj_tac.set_k(fast, k)
-        defined = define(source, settings_of(source, sj_tac.report(fast)))
-        same(run(fast, spikes_in()), run(defined, spikes_in()), f"set_k to {k}")
-    same(run(sj_tac.restore(fast), spikes_in()), run(source, spikes_in()), "restored")
-    functional.reset_net(fast)
-    with torch.no_grad():
-        assert fast(spikes_in()[:, :0]).shape == (7, 0, 5), "no samples are no error"
 
 
 # ---- parts that are called by themselves, calls in a row ---------------------------------------------------------------

@@ -5,8 +5,6 @@ import pytest
 import torch
 from comparing import Situation, Way, agrees, nothing
 from forwards import build, spikes_in
-from spikingjelly.activation_based import functional
-from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was planned")
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3]}
@@ -44,27 +42,6 @@ def test_forward_hooks(edit, mode, k):
     agrees(Situation(build(), spikes_in(), call=seen, edit=edit), mode, k)
 
 
-@pytest.mark.parametrize(
-    ("mode", "k", "kind"), [("preserve", 2, "backward"), ("preserve", 2, "forward"), ("collapse", 3, "forward")]
-)
-def test_global_hooks(mode, k, kind):
-    lengths, handles, net = [], [], build()
-
-    def note(module, args, out):
-        lengths.extend(len(t) for t in (out if kind == "backward" else (out,)) if t is not None and t.dim() == 5)
-
-    def edit(net):
-        if not handles:
-            name = "module_forward_hook" if kind == "forward" else "module_full_backward_hook"
-            handles.append(getattr(nn.modules.module, f"register_{name}")(note))
-
-    try:
-        agrees(Situation(net, spikes_in(), edit=edit, ways=GRADS), mode, k)
-    finally:
-        handles[0].remove()
-    assert set(lengths) == {7}, "hooks see T frames"
-
-
 MODULES = ("a", "b", "b.0", "b.1", "b.2", "d.3", "head")
 
 
@@ -91,33 +68,3 @@ def test_full_backward_hooks_see_gradients_of_frames():
 
 def test_full_backward_hooks_that_only_look_change_nothing_of_a_collapse():
     agrees(Situation(build(), spikes_in(), edit=collecting, defined=nothing, ways=GRADS), "collapse", 3)
-
-
-# ---- values that outlive their call ------------------------------------------------------------------------------------
-
-
-def keeps(n, x):
-    n.feat = n.a(x)
-    n.drive = n.b[1](n.b[0](n.feat))
-    return n.head(n.d(n.c(n.b[2](n.drive))))
-
-
-def read_after(net, x):
-    return net(x), net.feat * 1, net.drive * 1
-
-
-def read_after_another(net, x):
-    net(x)
-    feat, drive = net.feat, net.drive
-    return net(x.flip(0)[:5]), feat * 1, drive * 1
-
-
-def read_after_reset(net, x):
-    net(x)
-    functional.reset_net(net)
-    return net.feat * 1, net.drive * 1
-
-
-@pairs.parametrize(call=[read_after, read_after_another, read_after_reset], **MODES)
-def test_kept_values(call, mode, k):
-    agrees(Situation(build(keeps), spikes_in(), call=call), mode, k)

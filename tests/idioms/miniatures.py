@@ -167,37 +167,18 @@ class Private(nn.Module):
         return self.head(self.features(x)).mean(0)
 
 
-class ByFunction(nn.Module):
-    """The host's function seq_to_ann_forward, of a module, of a list of modules, of a resize."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.lif1 = conv(2), nn.BatchNorm2d(C), lif()
-        self.up = nn.Upsample(scale_factor=2, mode="nearest")
-        self.conv2, self.bn2, self.lif2 = conv(), nn.BatchNorm2d(C), lif()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lif1(functional.seq_to_ann_forward(x, [self.conv1, self.bn1]))
-        x = functional.seq_to_ann_forward(x, self.up)
-        x = self.bn2_of(functional.seq_to_ann_forward(x, self.conv2))
-        return self.lif2(x).mean((-1, -2)).mean(0)
-
-    def bn2_of(self, x: Tensor) -> Tensor:
-        return functional.seq_to_ann_forward(x, self.bn2)
-
-
 class Containers(nn.Module):
-    """The host's own container with two convolutions, or with none, in it."""
+    """The host's container with two convolutions, or with none, and its function of a list of modules and of a resize."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            layer.SeqToANNContainer(conv(2), nn.BatchNorm2d(C), conv(size=1), nn.BatchNorm2d(C)), lif(),
-            layer.SeqToANNContainer(nn.AvgPool2d(2)), layer.SeqToANNContainer(conv(), nn.BatchNorm2d(C)), lif(),
-        )  # fmt: skip
+        self.first = layer.SeqToANNContainer(conv(2), nn.BatchNorm2d(C), conv(size=1), nn.BatchNorm2d(C))
+        self.pool, self.up = layer.SeqToANNContainer(nn.AvgPool2d(2)), nn.Upsample(scale_factor=2, mode="nearest")
+        self.conv2, self.bn2, self.lif1, self.lif2 = conv(), nn.BatchNorm2d(C), lif(), lif()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).mean((-2, -1)).mean(0)
+        x = functional.seq_to_ann_forward(self.pool(self.lif1(self.first(x))), self.up)
+        return self.lif2(functional.seq_to_ann_forward(x, [self.conv2, self.bn2])).mean((-1, -2)).mean(0)
 
 
 class Spellings(nn.Module):
@@ -393,8 +374,7 @@ IDIOMS = {
     "private container": Idiom(
         Private, ("features.0.module.0", "features.3.module.0"), ("features.0.module.0", "features.3.module.0")
     ),
-    "seq_to_ann_forward": Idiom(ByFunction, ("conv1", "conv2"), ("conv1", "conv2")),
-    "containers": Idiom(Containers, ("net.0.0", "net.0.2", "net.3.0"), ("net.0.0", "net.0.2", "net.3.0")),
+    "containers": Idiom(Containers, ("first.0", "first.2", "conv2"), ("first.0", "first.2", "conv2")),
     "spellings": Idiom(Spellings, ("conv1", "conv2", "left", "right"), ("conv1", "conv2", "left", "right")),
     "tokens": Idiom(Tokens, ("conv", "fc1", "fc2"), ("conv", "fc1", "fc2"), layers=("conv", "linear")),
     "subclasses": Idiom(Subclasses, ("conv1", "conv2"), ("conv2",)),

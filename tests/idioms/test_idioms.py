@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from defined import given, same
-from idioms.constants import FURTHER
 from idioms.miniatures import IDIOMS as OF_MINIATURES, N, OwnNeuron, T, by_hand
 from idioms.own_forwards import OWN
 from spikingjelly.activation_based import functional, neuron
@@ -17,11 +16,11 @@ from torch import nn
 import sj_tac
 from sj_tac import host
 
-IDIOMS = OF_MINIATURES | FURTHER | OWN
+IDIOMS = OF_MINIATURES | OWN
 sj_tac.register_neuron(OwnNeuron, decay=lambda module: module.leak)
 EVERY = pytest.mark.parametrize("name", list(IDIOMS))
 # Folded, expanded, of layers that fold themselves, with values that are written.
-SOME = ("folded", "static", "containers", "reparametrised", "own forwards")
+SOME = ("folded", "static", "containers", "buffers", "own forwards")
 AT_LENGTH = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.exhaustive) for name in IDIOMS]
 )

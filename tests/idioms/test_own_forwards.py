@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from idioms.miniatures import by_hand
-from idioms.own_forwards import Branching, FoldedStandardised, Masked, Standardised
+from idioms.own_forwards import FoldedStandardised, Standardised
 from spikingjelly.activation_based import functional, layer
 from support import conv, frames, node, same_state
 from torch import nn
@@ -152,44 +152,11 @@ def test_the_hosts_standardised_layers_need_no_example(x):
     assert 0.05 < spikes.mean() < 0.5
 
 
-MADE = {
-    "standardised": lambda: Standardised(4, 4, 3, padding=1),
-    "folded": lambda: FoldedStandardised(4, 4, 3, padding=1),
-    "masked": lambda: Masked(4, 4, 3, padding=1),
-    "branching": lambda: Branching(4, 4, 3, padding=1),
-}
-
-
 PARAMETRIZED = {
     "weight norm": lambda: parametrizations.weight_norm(conv(4, 4)),
     "spectral norm": lambda: parametrizations.spectral_norm(Standardised(4, 4, 3, padding=1)),
     "folded": lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 3, padding=1)),
 }
-
-
-@pytest.mark.parametrize("which", list(PARAMETRIZED))
-def test_parametrized_ones_train_as_the_source_does(which, x):
-    """Spectral norm counts how often its weight is made in training: as often as in the source."""
-    net = Chain(PARAMETRIZED[which]).double().train()
-    x = x.double()
-    fast = sj_tac.convert(net, k=1, example_input=x)
-    assert sj_tac.report(fast)["own"].status == "converted"
-    assert same_state(fast, net)
-    steps = [torch.optim.SGD(made.parameters(), 0.5) for made in (net, fast)]
-    for _ in range(3):
-        for made, step in zip((net, fast), steps, strict=True):
-            functional.reset_net(made)
-            step.zero_grad()
-            spikes = made(x)
-            (spikes * torch.linspace(-1.5, 1.0, spikes.numel()).view_as(spikes)).mean().backward()
-            step.step()
-        sj_tac.report(fast)
-        assert 0.05 < spikes.mean() < 0.6
-    left, right = net.state_dict(), fast.state_dict()
-    assert list(left) == list(right)
-    for key in left:
-        torch.testing.assert_close(right[key], left[key], rtol=1e-9, atol=1e-10)
-    assert not torch.equal(left["conv.weight"], Chain(PARAMETRIZED[which]).double().conv.weight)
 
 
 @pytest.mark.parametrize("which", list(PARAMETRIZED))
@@ -214,25 +181,3 @@ def test_parametrized_ones_aggregate_and_come_back(which, x, tmp_path):
         nn.utils.parametrize.remove_parametrizations(fast.own, "weight")
         functional.reset_net(fast)
         torch.testing.assert_close(fast(x), expected, **CLOSE)
-
-
-@pytest.mark.parametrize(("which", "last"), [*((which, False) for which in MADE), ("folded", True)])
-def test_what_they_make_of_their_weights_is_seen_in_every_call(which, last, x):
-    """Under no_grad, where weights of ordinary layers are kept laid out, and frames go straight to the kernels."""
-    net = Chain(MADE[which]).eval()
-    fast = sj_tac.convert(net, k=2, example_input=x)
-    assert sj_tac.report(fast)["own"].status == "converted"
-    defined, seen = defined_by_hooks(net, 2), set()
-    if last:
-        fast, x = fast.to(memory_format=torch.channels_last), x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        x = x.unflatten(0, (6, 3))
-    for scale in (1.0, 1.5, -1.0):
-        with torch.no_grad():
-            for made in (fast, defined):
-                made.own.weight.data.copy_(net.own.weight * scale + net.own.weight.flip(0))
-                functional.reset_net(made)
-            spikes = fast(x)
-            assert (spikes != defined(x)).float().mean() < 0.005  # what rounding moves
-            seen.add(spikes.sum().item())
-        assert 0.02 < spikes.mean() < 0.6
-    assert len(seen) == 3
