@@ -3,8 +3,8 @@
 import copy
 
 import torch
-from spikingjelly.activation_based import functional, layer, neuron
-from support import awake, conv, frames, node, norm
+from spikingjelly.activation_based import layer, neuron
+from support import at_rest, awake, conv, frames, node, norm
 from torch import nn
 
 import sj_tac
@@ -61,10 +61,7 @@ def watched(net, x):
         for n, m in net.named_modules()
         if isinstance(m, (nn.BatchNorm2d, neuron.BaseNode))
     ]
-    functional.reset_net(net)
-    with torch.no_grad():
-        net(x)
-    functional.reset_net(net)
+    at_rest(net, x)
     for handle in handles:
         handle.remove()
     return found

@@ -214,6 +214,15 @@ def recorded(net: nn.Module, kinds: Any = neuron.BaseNode) -> Iterator[dict[str,
             handle.remove()
 
 
+@torch.no_grad()
+def at_rest(net: nn.Module, *x: torch.Tensor) -> Any:
+    """What a call gives that begins and ends at rest."""
+    functional.reset_net(net)
+    y = net(*x)
+    functional.reset_net(net)
+    return y
+
+
 def same_state(a: nn.Module, b: nn.Module) -> bool:
     """Equal keys in order, shapes and values of state_dict, and equal parameter names."""
     left, right = a.state_dict(), b.state_dict()

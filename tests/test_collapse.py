@@ -97,16 +97,6 @@ def test_every_neuron_behind_a_count_collapse_is_stretched_and_every_conv_comput
     assert [v.macs_after * 13 // v.macs_before for v in sj_tac.report(fast).converted] == [7, 3, 2]
 
 
-def test_the_output_keeps_t_with_each_groups_true_length_or_stays_in_groups():
-    net, x = csnn().double(), inputs(10)
-    with torch.no_grad():
-        y = sj_tac.convert(net, "collapse", 4)(x)
-        groups = sj_tac.convert(net, {"default": {"mode": "collapse", "k": 4, "emit": "groups"}})(x)
-    assert groups.shape == (3, 2, 3)
-    assert torch.equal(y, groups.repeat_interleave(torch.tensor([4, 4, 2]), 0))
-    assert y.std() > 0
-
-
 @pytest.mark.parametrize("way", ["fused", "unfused", "watched", pytest.param("compiled", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("spikes", ["count", "binary"])
 def test_groups_come_out_whatever_the_way(spikes, way):

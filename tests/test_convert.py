@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer
-from support import conv, csnn, frames, node, norm, same_state
+from support import at_rest, conv, csnn, frames, node, norm, same_state
 from torch import nn
 
 import sj_tac
@@ -45,11 +45,10 @@ def test_the_copy_starts_at_rest_and_the_source_keeps_its_state(x):
 
 def test_inplace_changes_the_model_itself(x):
     net = csnn()
-    with torch.no_grad():
-        expected = sj_tac.convert(net, "preserve", 3)(x)
-        assert sj_tac.convert(net, "preserve", 3, inplace=True) is net
-        assert torch.equal(net(x), expected)
-        assert sj_tac.restore(net, inplace=True) is net
+    expected = at_rest(sj_tac.convert(net, "preserve", 3), x)
+    assert sj_tac.convert(net, "preserve", 3, inplace=True) is net
+    assert torch.equal(at_rest(net, x), expected)
+    assert sj_tac.restore(net, inplace=True) is net
     assert type(net[0]) is layer.Conv2d
     assert "_sj_tac" not in vars(net)
 
@@ -80,11 +79,8 @@ def test_what_a_forward_writes_into_parameters_is_put_back(x, lent, inplace):
     fast = sj_tac.convert(net, k=1, example_input=x, inplace=inplace)
     assert all(torch.equal(value, before[key]) for key, value in fast.state_dict().items())
     for _ in range(2):
-        functional.reset_net(fast)
-        functional.reset_net(source)
-        with torch.no_grad():
-            spikes = fast(x)
-            torch.testing.assert_close(spikes, source(x), rtol=1e-9, atol=1e-9)
+        spikes = at_rest(fast, x)
+        torch.testing.assert_close(spikes, at_rest(source, x), rtol=1e-9, atol=1e-9)
         assert 0.05 < spikes.mean() < 0.6
         assert torch.equal(fast.gain, source.gain)
 
@@ -114,8 +110,7 @@ def test_tied_modules_and_weights_stay_tied(x):
 
 def test_a_child_of_another_model(x):
     outer = nn.Sequential(sj_tac.convert(csnn(), "collapse", 4), nn.Linear(3, 2))
-    with torch.no_grad():
-        y = outer(x)
+    y = at_rest(outer, x)
     assert y.shape == (6, 2, 2)
     assert torch.equal(y[0], y[3])
     assert not torch.equal(y[3], y[4])
@@ -126,19 +121,15 @@ def test_set_k_follows_everywhere(x):
     net = csnn()
     for policy in ("preserve", "collapse"):
         fast = sj_tac.convert(net, policy, 4)
-        with torch.no_grad():
-            for k in (2, 1, 3):
-                report = sj_tac.set_k(fast, k)
-                assert {v.k for v in report.converted} == {k}
-                functional.reset_net(fast)
-                fresh = sj_tac.convert(net, policy, k)
-                assert torch.equal(fast(x), fresh(x))
-                assert same_state(fast, net)
+        for k in (2, 1, 3):
+            report = sj_tac.set_k(fast, k)
+            assert {v.k for v in report.converted} == {k}
+            assert torch.equal(at_rest(fast, x), at_rest(sj_tac.convert(net, policy, k), x))
+            assert same_state(fast, net)
     fast = sj_tac.convert(net, "collapse", 2)
     report = sj_tac.set_k(fast, 4, "0")
     assert [(v.layer, v.k) for v in report.verdicts] == [("0", 4), ("4", 2), ("8", 2), ("13", 4)]
-    with torch.no_grad():
-        assert fast(x).shape[0] == 6
+    assert at_rest(fast, x).shape[0] == 6
 
 
 def test_bn_that_moved_is_reported(x):

@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer
-from support import ZOO, awake, conv, frames, node, norm, only_v2
+from support import ZOO, at_rest, awake, conv, frames, node, norm, only_v2
 from torch import nn
 
 import sj_tac
@@ -47,14 +47,6 @@ def in_onnxruntime(path, *arguments):
     found = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [value.name for value in found.get_inputs()]
     return torch.from_numpy(found.run(None, {n: x.numpy() for n, x in zip(names, arguments, strict=True)})[0])
-
-
-@torch.no_grad()
-def at_rest(net, *arguments):
-    functional.reset_net(net)
-    out = net(*arguments)
-    functional.reset_net(net)
-    return out
 
 
 def conv_samples(path, x):

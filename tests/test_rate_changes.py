@@ -11,7 +11,7 @@ from support import awake, conv, frames, node, norm, same_state
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import BatchError, BatchNormMovedWarning, MatchedStatisticsWarning, NewParametersWarning, PolicyError
+from sj_tac.errors import BatchError, BatchNormMovedWarning, MatchedStatisticsWarning, PolicyError
 
 X = frames(8, 4, 2, 8, 8, dtype=torch.float64)
 NORMS = ("1", "4", "7")
@@ -227,21 +227,6 @@ def test_freezing_at_single_frames_leaves_norms_alone_that_are_to_learn_from_the
     assert of(net.train(), "4").training
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_norms_that_are_remembered_compute_what_the_sources_do(fuse):
-    net = sj_tac.convert(source(), behind(), fuse=fuse)
-    sj_tac.freeze_bn(net)
-    sj_tac.set_k(net, 1)
-    plain = source()
-    torch.testing.assert_close(net.eval()(X), plain(X), rtol=1e-9, atol=1e-9)
-    sj_tac.freeze_bn(net, False)
-    for each in (net, plain):
-        functional.reset_net(each.train())
-    torch.testing.assert_close(net(X), plain(X))
-    for name in NORMS:
-        torch.testing.assert_close(of(net, name).running_var, of(plain, name).running_var)
-
-
 def test_a_matched_checkpoint_is_still_known_at_single_frames(tmp_path):
     net = sj_tac.convert(source(), behind())
     for name in NORMS:  # as if "moments" had come nearest
@@ -279,13 +264,3 @@ def test_a_schedule_of_other_layers_leaves_learned_weights_alone():
     # Behind the collapse of the first its groups are what that leaves of them.
     with pytest.raises(PolicyError, match=r"k=2 gives \['3'\]"):
         sj_tac.KSchedule(net, {0: 2}, layers="0")
-
-
-def test_set_k_says_that_weights_are_new_in_training():
-    net = learning(1)
-    sj_tac.set_k(net, 2)  # nobody trains
-    sj_tac.set_k(net, 1)
-    train(net).eval()
-    with pytest.warns(NewParametersWarning, match=r"tac_logits of \['0'\] .*add_param_group") as warned:
-        quietly_at(net, 4)
-    assert warned[0].filename == __file__

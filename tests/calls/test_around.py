@@ -10,7 +10,7 @@ from comparing import Situation, Way, agrees, definitions, nothing, policy_of, r
 from definition import unmark
 from forwards import build, lif, spikes_in, straight
 from spikingjelly.activation_based import functional, layer
-from support import frames, only_v2
+from support import at_rest, frames, only_v2
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
@@ -29,12 +29,6 @@ def pair(mode="preserve", k=2, **more):
     return fast, definitions(source, fast, nothing)
 
 
-def quiet(net, x):
-    functional.reset_net(net)
-    with torch.no_grad():
-        return net(x)
-
-
 @BOTH
 def test_an_interrupted_call_leaves_nothing_behind(mode):
     fast, others = pair(mode)
@@ -45,7 +39,7 @@ def test_an_interrupted_call_leaves_nothing_behind(mode):
 
     handle = fast.c.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        quiet(fast, x)
+        at_rest(fast, x)
     handle.remove()
 
     def call(net, x):
@@ -111,9 +105,9 @@ def test_copies_of_a_deep_net(copied):
     functional.set_step_mode(net, "m")
     fast, x = sj_tac.convert(net, "preserve", 2), frames(3, 1, 1, 3, 3, dtype=torch.float64)
     other = copied(fast)
-    expected = quiet(net if copied is sj_tac.restore else fast, x)
+    expected = at_rest(net if copied is sj_tac.restore else fast, x)
     assert 0.02 < expected.mean() < 0.98
-    torch.testing.assert_close(quiet(other, x), expected, **CLOSE)
+    torch.testing.assert_close(at_rest(other, x), expected, **CLOSE)
 
 
 # ---- transforms and compilers ------------------------------------------------------------------------------------------
@@ -169,12 +163,12 @@ def test_a_transform_gives_the_same(call, mode):
     torch.compiler.reset()
     fast, others = pair(mode, 3)
     x = spikes_in()
-    expected = [unmark(quiet(n, x)) for n in others]
+    expected = [unmark(at_rest(n, x)) for n in others]
     functional.reset_net(fast)
     with torch.no_grad():
         out = call(fast, x)
     assert any(torch.allclose(out, e, **CLOSE) for e in expected), call.__name__
-    assert any(torch.allclose(quiet(fast, x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
+    assert any(torch.allclose(at_rest(fast, x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
 
 
 # ---- parts that are called by themselves, calls in a row ---------------------------------------------------------------

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
-import nets
 import numpy as np
 import pytest
 import torch
@@ -20,30 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 COMMANDS = ("plan", "convert", "match", "diagnose", "sensitivity", "search", "bench", "env")
 NET = "support:csnn"
-
-
-@pytest.mark.exhaustive
-def test_the_quickstarts_whole_story_without_python_code(tmp_path, monkeypatch, invoked):
-    monkeypatch.chdir(EXAMPLES)
-    images, labels = datasets.shipped_digits()
-    digits = datasets.rate_code(images[:100], nets.DIGITS_T, torch.Generator().manual_seed(1))
-    np.savez_compressed(tmp_path / "digits.npz", frames=digits.numpy().astype(np.uint8), labels=labels[:100].numpy())
-    frames, labels = datasets.shipped_events(nets.EVENTS_T)
-    torch.save({"frames": frames, "labels": labels}, tmp_path / "events.pt")
-    models = {name: (f"nets:{net}", "--checkpoint", f"checkpoints/{name}.pt") for name, net in
-              (("digits", "DigitNet"), ("events", "EventNet"))}  # fmt: skip
-    data = {"digits": tmp_path / "digits.npz", "events": tmp_path / "events.pt"}
-    # Is time signal or noise?
-    verdicts = {"digits": "collapse", "events": "preserve"}
-    for name, verdict in verdicts.items():
-        found = json.loads(invoked(0, "diagnose", *models[name], "--data", data[name], "--json")[0])
-        assert (found["verdict"], len(found["layers"])) == (verdict, 2 if name == "digits" else 3)
-    # Which policy? Convert, and go back.
-    policy, fast = tmp_path / "policy.yaml", tmp_path / "fast.pt"
-    short = ("--data", data["digits"], "--batch-size", 25)
-    invoked(0, "search", *models["digits"], *short, "--rounds", 1, "--k", 1, "--k", 4, "--out", policy)
-    invoked(0, "convert", *models["digits"], *short, "--policy", policy, "--out", fast)
-    nets.DigitNet().load_state_dict(torch.load(fast, weights_only=False).state_dict())
 
 
 def test_a_process_whose_stdout_is_the_page_has_nothing_else_in_it():

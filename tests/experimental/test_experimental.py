@@ -268,17 +268,3 @@ def test_gradients_are_the_dense_convolutions(of_input):
     for ours, theirs in zip(*found, strict=True):
         if theirs is not None:
             torch.testing.assert_close(ours, theirs)
-
-
-def test_a_net_of_them_is_the_net():
-    net = csnn().double()
-    made = experimental.replace(net, "TCC")
-    x = frames(6, 2, 2, 8, 8).double()
-    x[2] = 0
-    x[4, 1] = 0
-    with torch.no_grad():
-        expected = net(x)
-        torch.testing.assert_close(made(x), expected)
-        assert made[0].skipped == pytest.approx(3 / 12)
-        functional.reset_net(made)
-        torch.testing.assert_close(copy.deepcopy(made)(x), expected)

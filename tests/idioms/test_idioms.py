@@ -10,7 +10,7 @@ from defined import given, same
 from idioms.miniatures import IDIOMS as OF_MINIATURES, N, OwnNeuron, T, by_hand
 from idioms.own_forwards import OWN
 from spikingjelly.activation_based import functional, neuron
-from support import only_v2
+from support import at_rest, only_v2
 from torch import nn
 
 import sj_tac
@@ -40,10 +40,7 @@ def rates_of(net, x):
     rates, handles = {}, []
     for n, module in neurons(net).items():
         handles.append(module.register_forward_hook(lambda m, a, out, n=n: rates.update({n: out.mean().item()})))
-    functional.reset_net(net)
-    with torch.no_grad():
-        net(x)
-    functional.reset_net(net)
+    at_rest(net, x)
     for handle in handles:
         handle.remove()
     return rates
@@ -181,16 +178,12 @@ def test_keys_copies_and_the_way_back(name):
     assert list(fast.state_dict()) == list(net.state_dict())
     fast.load_state_dict(net.state_dict(), strict=True)
     net.load_state_dict(fast.state_dict(), strict=True)
-    with torch.no_grad():
-        expected = fast(x)
-        for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
-            functional.reset_net(again)
-            assert torch.equal(again(x), expected)
-        back = sj_tac.restore(fast)
-        assert [type(m) for m in back.modules()] == [type(m) for m in net.modules()]
-        functional.reset_net(back)
-        functional.reset_net(net)
-        assert torch.equal(back(x), net(x))
+    expected = at_rest(fast, x)
+    for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+        assert torch.equal(at_rest(again, x), expected)
+    back = sj_tac.restore(fast)
+    assert [type(m) for m in back.modules()] == [type(m) for m in net.modules()]
+    assert torch.equal(at_rest(back, x), at_rest(net, x))
 
 
 @only_v2
@@ -200,9 +193,8 @@ def test_keys_copies_and_the_way_back(name):
 def test_compiled_it_is_the_same(name):
     net, x = make(name, torch.float64)
     fast = convert(name, net, x, 2)
+    expected = at_rest(fast, x)
     with torch.no_grad():
-        expected = fast(x)
-        functional.reset_net(fast)
         found = torch.compile(fast, backend="eager")(x)
     torch.testing.assert_close(found, expected, **CLOSE)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from idioms.miniatures import by_hand
 from idioms.own_forwards import FoldedStandardised, Standardised
-from spikingjelly.activation_based import functional, layer
-from support import conv, frames, node, same_state
+from spikingjelly.activation_based import layer
+from support import at_rest, conv, frames, node, same_state
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -162,22 +162,17 @@ PARAMETRIZED = {
 @pytest.mark.parametrize("which", list(PARAMETRIZED))
 def test_parametrized_ones_aggregate_and_come_back(which, x, tmp_path):
     net, x = Chain(PARAMETRIZED[which]).double().eval(), x.double()
-    fast, defined = sj_tac.convert(net, k=2, example_input=x), defined_by_hooks(net, 2)
-    with torch.no_grad():
-        expected, source = fast(x), net(x)
-        torch.testing.assert_close(expected, defined(x), **CLOSE)
-        assert not torch.equal(expected, source)
-        made = copy.deepcopy(fast)
-        functional.reset_net(made)
-        assert torch.equal(made(x), expected)
-        sj_tac.save(fast, tmp_path / "net.safetensors")
-        functional.reset_net(made)
-        again = sj_tac.load(tmp_path / "net.safetensors", Chain(PARAMETRIZED[which]).double().eval(), example_input=x)
-        torch.testing.assert_close(again(x), expected, **CLOSE)
-        back = sj_tac.restore(made)
-        assert same_state(back, net)
-        functional.reset_net(net)
-        assert torch.equal(back(x), net(x))
-        nn.utils.parametrize.remove_parametrizations(fast.own, "weight")
-        functional.reset_net(fast)
-        torch.testing.assert_close(fast(x), expected, **CLOSE)
+    fast = sj_tac.convert(net, k=2, example_input=x)
+    expected, source = at_rest(fast, x), at_rest(net, x)
+    torch.testing.assert_close(expected, at_rest(defined_by_hooks(net, 2), x), **CLOSE)
+    assert not torch.equal(expected, source)
+    made = copy.deepcopy(fast)
+    assert torch.equal(at_rest(made, x), expected)
+    sj_tac.save(fast, tmp_path / "net.safetensors")
+    again = sj_tac.load(tmp_path / "net.safetensors", Chain(PARAMETRIZED[which]).double().eval(), example_input=x)
+    torch.testing.assert_close(at_rest(again, x), expected, **CLOSE)
+    back = sj_tac.restore(made)
+    assert same_state(back, net)
+    assert torch.equal(at_rest(back, x), source)
+    nn.utils.parametrize.remove_parametrizations(fast.own, "weight")
+    torch.testing.assert_close(at_rest(fast, x), expected, **CLOSE)

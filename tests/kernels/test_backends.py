@@ -20,12 +20,7 @@ from sj_tac.kernels.gpu import cupy_launch, program as cuda
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """A machine with a CUDA device, as far as the choice of a kernel can tell; a test offers what launches there."""
-    stub_cuda.machine(monkeypatch, tmp_path)
-    yield monkeypatch
-    stub_cuda.forget()
+without_launchers = stub_cuda.without_launchers
 
 
 def cupy(version="14.2.0", error=None):
@@ -46,8 +41,8 @@ def cupy(version="14.2.0", error=None):
     return module
 
 
-def test_the_cuda_kernels_are_chosen_on_cuda(machine):
-    machine.setitem(sys.modules, "cupy", cupy())
+def test_the_cuda_kernels_are_chosen_on_cuda(without_launchers):
+    without_launchers.setitem(sys.modules, "cupy", cupy())
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert backends.fastest("auto", CUDA, dtype) == ("cupy", "")
         assert backends.fastest("cupy", CUDA, dtype) == ("cupy", "")
@@ -62,8 +57,8 @@ def test_the_cuda_kernels_are_chosen_on_cuda(machine):
         (cupy(error=OSError("libcuda.so.1: no driver")), "could not compile a kernel: OSError: libcuda.so.1: no driver"),
     ],
 )
-def test_a_cupy_that_does_not_work(machine, module, says):
-    machine.setitem(sys.modules, "cupy", module)
+def test_a_cupy_that_does_not_work(without_launchers, module, says):
+    without_launchers.setitem(sys.modules, "cupy", module)
     with pytest.raises(BackendError, match=says):
         sj_tac.convert(csnn(), backend="cupy")
     with pytest.warns(BackendFallbackWarning, match=f"{says}.*'reference'"):
@@ -74,14 +69,14 @@ def test_a_cupy_that_does_not_work(machine, module, says):
         backends.fastest("auto", CUDA, torch.float32)  # said once
 
 
-def test_no_device(machine):
-    machine.setattr(torch.cuda, "is_available", lambda: False)
+def test_no_device(without_launchers):
+    without_launchers.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendError, match=r"need a CUDA device, and torch.cuda.is_available\(\) is False"):
         sj_tac.convert(csnn(), backend="cupy")
 
 
-def test_what_the_cuda_kernels_do_not_know(machine):
-    machine.setitem(sys.modules, "cupy", cupy())
+def test_what_the_cuda_kernels_do_not_know(without_launchers):
+    without_launchers.setitem(sys.modules, "cupy", cupy())
     with pytest.raises(BackendError, match="cupy kernels compute in float32, not in float64"):
         sj_tac.convert(csnn().double(), backend="cupy")
     odd = csnn()
@@ -93,8 +88,8 @@ def test_what_the_cuda_kernels_do_not_know(machine):
 
 
 @pytest.mark.captured
-def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
-    machine.setitem(sys.modules, "cupy", cupy())
+def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(without_launchers):
+    without_launchers.setitem(sys.modules, "cupy", cupy())
     with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):
         fire(torch.randn(2, 1, 2, 4, 4), node("lif"), backend="cupy")
     with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):
@@ -106,7 +101,7 @@ def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
 
 
 @pytest.mark.parametrize("generation", [13, 14])
-def test_a_launch_that_fails_says_what_and_where(machine, generation):
+def test_a_launch_that_fails_says_what_and_where(without_launchers, generation):
     """CuPy's errors reach the user with the kernel, the device and a way out; streams are those of either CuPy."""
     streams = []
 
@@ -127,8 +122,8 @@ def test_a_launch_that_fails_says_what_and_where(machine, generation):
     module = cupy(error=RuntimeError("CUDA_ERROR_INVALID_VALUE"))
     offered = types.SimpleNamespace(from_external=stream) if generation == 14 else types.SimpleNamespace()
     module.cuda = types.SimpleNamespace(Device=Nothing, Stream=offered, ExternalStream=stream)
-    machine.setitem(sys.modules, "cupy", module)
-    machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
+    without_launchers.setitem(sys.modules, "cupy", module)
+    without_launchers.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
     says = r"aggregate_forward failed on cuda:1 with CuPy .*INVALID_VALUE; backend=\"reference\""
     with pytest.raises(BackendError, match=says):
         cupy_launch.launch(cuda.Launch(cuda.PROBE, 1, (), 0, torch.device("cuda", 1)))
