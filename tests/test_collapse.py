@@ -1,18 +1,17 @@
 """Collapse: where time is compressed, who is stretched, and where frames come back."""
 
 import copy
-import warnings
 
 import pairs
 import pytest
 import torch
 from defined import backend, check, defined, given, same
 from spikingjelly.activation_based import functional, layer, neuron
-from support import awake, conv, csnn, frames, node, norm
+from support import at_rest, awake, conv, csnn, frames, node, norm
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import CaptureWarning, PolicyError
+from sj_tac.errors import PolicyError
 
 M = {"step_mode": "m"}
 
@@ -97,19 +96,14 @@ def test_every_neuron_behind_a_count_collapse_is_stretched_and_every_conv_comput
     assert [v.macs_after * 13 // v.macs_before for v in sj_tac.report(fast).converted] == [7, 3, 2]
 
 
-@pytest.mark.parametrize("way", ["fused", "unfused", "watched", pytest.param("compiled", marks=pytest.mark.exhaustive)])
+@pytest.mark.captured
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("spikes", ["count", "binary"])
-def test_groups_come_out_whatever_the_way(spikes, way):
+def test_groups_come_out_captured_and_not(spikes, fuse):
     net, x = awake(three_layers(), inputs(10)), inputs(10)
     default = {"mode": "collapse", "k": 2, "spikes": spikes}
-    fast = sj_tac.convert(
-        net, {"default": default | {"emit": "groups"}}, fuse=way != "unfused", backend=backend(net, spikes)
-    )
-    if way == "watched":
-        fast[3].register_full_backward_hook(lambda m, i, o: None)
-        warnings.simplefilter("ignore", CaptureWarning)
-    y = (torch.compile(fast, backend="eager") if way == "compiled" else fast)(x).detach()
-    expected = given(defined(net, sj_tac.convert(net, {"default": default})), x)["output 0"]
+    fast = sj_tac.convert(net, {"default": default | {"emit": "groups"}}, fuse=fuse, backend=backend(net, spikes))
+    y, expected = at_rest(fast, x), given(defined(net, sj_tac.convert(net, {"default": default})), x)["output 0"]
     # Each binary collapse groups the groups of the one before it.
     torch.testing.assert_close(y, expected[:: 2 if spikes == "count" else 8], rtol=1e-9, atol=1e-9)
     assert y.std() > 0
@@ -170,30 +164,6 @@ def test_single_step_mode_is_the_source():
         functional.set_step_mode(fast, "m")
         functional.reset_net(fast)
         assert fast(x).shape[0] == 6
-
-
-BEHIND = {
-    "weighed steps": lambda x: (x * torch.arange(6.0, dtype=x.dtype).view(-1, 1, 1, 1, 1)).mean(0),
-    "a mean over time": lambda x: x.mean(0),
-    "other steps": lambda x: x.flip(0),
-}
-
-
-class Changed(nn.Module):
-    """Chains, behind which something is done that needs frames."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.chains, self.what = three_layers(), BEHIND[what]
-
-    def forward(self, x):
-        return self.what(self.chains(x))
-
-
-@pytest.mark.parametrize("what", BEHIND)
-def test_it_ends_before_whatever_needs_frames(what):
-    net = awake(Changed(what).eval(), inputs(6))
-    check(net, "collapse", inputs(6), k=4, example_input=inputs(6))
 
 
 def test_a_neuron_of_ones_own_emits_means_and_a_kept_conv_gets_groups():

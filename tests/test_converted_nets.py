@@ -89,7 +89,7 @@ def build(name, x=X):
 @pairs.parametrize(
     name=NETS,
     mode=["preserve", "collapse"],
-    more=[{"k": 2}, {"k": 3}, {"k": 3, "weights": "uniform"}, {"k": 2, "normalize": False}],
+    more=[{"k": 2}, {"k": 3}, {"k": 3, "weights": "uniform"}, {"k": 2, "normalize": False}, {"k": 3, "spikes": "binary"}],
     train=[False, True],
 )
 def test_values_gradients_voltages_and_statistics(name, mode, more, train):
@@ -121,6 +121,7 @@ def test_real_data(which):
     assert (y - expected).abs().gt(1e-4).float().mean() <= 0.01
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize("kind", [pytest.param("threshold", marks=only_v2), "no affine", "identity"])
 def test_every_norm(kind):
     torch.manual_seed(0)
@@ -129,33 +130,22 @@ def test_every_norm(kind):
         "no affine": lambda: [layer.BatchNorm2d(4, affine=False, **M)],
         "identity": lambda: [nn.Identity(), norm(4)],
     }[kind]
-    modules = [m for inputs in (2, 4) for m in (conv(inputs, 4), *made(), node("lif"), layer.Dropout(0.3, **M))]
-    net = nn.Sequential(*modules).double().eval()
+    net = nn.Sequential(*(m for inputs in (2, 4) for m in (conv(inputs, 4), *made(), node("lif")))).double().eval()
     for module in net:
         if getattr(module, "running_mean", None) is not None:
             module.running_mean.uniform_(-0.3, 0.3)
             module.running_var.uniform_(0.5, 2.0)
-    awake(net, X)
-    fused, unfused = (sj_tac.convert(net, "preserve", 3, fuse=fuse) for fuse in (True, False))
-    for fast in (fused, unfused):
-        fast.train()
-        sj_tac.freeze_bn(fast)
-    same(given(fused, X), given(unfused, X))
-    if kind != "threshold":
-        same(given(fused.eval(), X), given(defined(net, fused), X))
-    assert len(sj_tac.report(fused).converted) == 2
+    assert len(sj_tac.report(check(awake(net, X), "preserve", X, k=3)).converted) == 2
 
 
-def test_readers_that_want_different_groups_get_frames():
+@pytest.mark.captured
+def test_readers_that_want_different_groups_get_frames_and_a_time_constant_may_change_later():
     net, neurons = build("sew")
     policy = {"default": {"k": 2}, "rules": [{"match": "down.0", "weights": "uniform"}, {"match": "last.0", "k": 4}]}
-    check(net, policy, X, neurons)
-    # A time constant that is changed later counts, too.
-    fused, unfused = (sj_tac.convert(net, "preserve", 2, fuse=fuse) for fuse in (True, False))
-    for fast in (fused, unfused):
-        fast.node.tau = 4.0
-    with torch.no_grad():
-        torch.testing.assert_close(fused(X), unfused(X), rtol=1e-9, atol=1e-9)
+    fast = check(net, policy, X, neurons)
+    wanted = defined(net, fast, neurons)
+    fast.node.tau = wanted.node.tau = 4.0
+    same(given(fast, X), given(wanted, X))
 
 
 def test_a_drive_that_neurons_of_different_decay_read_is_weighted_for_the_first():
@@ -183,6 +173,7 @@ def test_kept_voltages_and_other_surrogates_are_named_and_right():
     assert report["4"].detail.startswith("not fused: the compiled kernels have no derivative of surrogate Rect")
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_nets(dtype):
     """The unfused BatchNorm rounds its output to half, the fused one does not."""

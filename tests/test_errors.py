@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional, layer, surrogate
+from spikingjelly.activation_based import functional, layer
 from support import at_rest, conv, csnn, frames, node, norm, same_state
 from torch import nn
 from torch.nn.utils import prune
@@ -186,34 +186,6 @@ def test_backends(net):
     ):
         sj_tac.convert(net, backend="cuda")
     assert sj_tac.report(sj_tac.convert(net, backend="reference"))["0"].kernel == "reference"
-    rect = csnn(make=lambda: node("lif", surrogate_function=surrogate.Rect()))
-    with pytest.raises(BackendError, match=r"backend='cpp' .*no derivative of surrogate Rect, only of .*Sigmoid.*auto"):
-        sj_tac.convert(rect, backend="cpp")
-    verdict = sj_tac.report(sj_tac.convert(rect))["0"]
-    assert verdict.kernel == "reference"
-    assert "surrogate Rect" in verdict.detail
-
-
-class Asks(nn.Module):
-    """Tests the shape of its input in forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(conv(), norm(), node("lif"))
-
-    def forward(self, x):
-        if x.dim() == 4:
-            x = x.unsqueeze(0).repeat(4, 1, 1, 1, 1)
-        return self.inner(x)
-
-
-def test_a_model_that_asks_for_shapes():
-    model = nn.Sequential(__import__("collections").OrderedDict(body=Asks()))
-    image = torch.rand(2, 2, 6, 6)
-    fast = sj_tac.convert(model, "preserve", 2, example_input=image)
-    assert fast(image).shape == (4, 2, 3, 6, 6)
-    with pytest.raises(ConversionError, match=r"example_input of shape \[\[2, 2\]\] \(\w+: expected x with shape"):
-        sj_tac.convert(model, example_input=torch.rand(2, 2))
 
 
 def test_an_example_that_does_not_run(net):

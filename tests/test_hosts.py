@@ -9,8 +9,8 @@ import hosts
 import pytest
 import quickstart
 import torch
-from spikingjelly.activation_based import base, functional, layer, neuron
-from support import conv, frames, node, norm
+from spikingjelly.activation_based import functional, layer, neuron
+from support import conv, frames, norm
 from torch import nn
 
 import sj_tac
@@ -77,14 +77,6 @@ def test_code_that_names_a_backend_converts():
         fast = sj_tac.convert(net, "preserve", 1, example_input=x)
         assert fast[1].backend == "cupy"
         torch.testing.assert_close(fast(x), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_which_host_this_is():
-    assert hasattr(base.MemoryModule, "materialize_states") == host.IS_V2
-    fast = sj_tac.convert(nn.Sequential(conv(), norm(), node("lif", v_threshold=0.3)))
-    with torch.no_grad():
-        fast(frames(4, 2, 2, 6, 6))
-    assert fast[2].v.shape == (2, 3, 6, 6)
 
 
 NEURONS = {"LIF": neuron.LIFNode, "IF": neuron.IFNode, "PLIF": neuron.ParametricLIFNode}

@@ -192,11 +192,6 @@ def test_the_registers_in_the_docs_are_those_that_the_script_found():
     rows = json.loads(newest.read_text())["kernels"]
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert registers.page_table(rows) in page
-    backward = rows["backward, float32, 2x2 pool, k=2"]["sm_90"]
-    assert backward["registers"] <= 130
-    assert backward["instructions"] <= 5000
-    for architecture in ("sm_80", "sm_90"):
-        assert rows["forward, float32, 2x2 pool, k=2"][architecture]["loop"] <= 140
     assert len(rows) == 64
     spilled = {a: max(row[a]["spill_bytes"] for row in rows.values()) for a in next(iter(rows.values()))}
     assert len(spilled) >= 7

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from idioms.miniatures import OwnNeuron
 from safetensors.torch import load_file, safe_open, save_file
 from spikingjelly.activation_based import functional, layer
 from support import at_rest, conv, csnn as awake_csnn, node
@@ -262,29 +263,15 @@ def test_thresholds_that_are_tensors_are_compared(kind, other, tmp_path):
     assert sj_tac.load(tmp_path / "net.pt", build(other(0.15)))[2].v_threshold == pytest.approx(0.15)
 
 
-class Leaky(nn.Module):
-    """A neuron of one's own, at the module's top so that it can be pickled."""
-
-    step_mode = "m"
-
-    def forward(self, x):
-        v, spikes = torch.zeros_like(x[0]), []
-        for drive in x:
-            v = v * 0.7 + drive
-            spikes.append((v >= 0.3).to(x))
-            v = v - spikes[-1] * 0.3
-        return torch.stack(spikes)
-
-
 def test_a_pickled_net_whose_neurons_are_not_registered_here(monkeypatch):
     """Weights would be those of another neuron, and the report would say that all is as it was."""
-    net = nn.Sequential(layer.Conv2d(2, 4, 3, step_mode="m"), Leaky()).eval()
+    net = nn.Sequential(layer.Conv2d(2, 4, 3, step_mode="m"), OwnNeuron()).eval()
     monkeypatch.setattr(registry, "_NEURONS", dict(registry._NEURONS))
-    sj_tac.register_neuron(Leaky, decay=0.7)
+    sj_tac.register_neuron(OwnNeuron, decay=0.7)
     held = pickle.dumps(sj_tac.convert(net, k=2, example_input=torch.rand(4, 2, 2, 8, 8)))
     assert sj_tac.report(pickle.loads(held)).converted
-    del registry._NEURONS[Leaky]
+    del registry._NEURONS[OwnNeuron]
     with pytest.raises(
-        ConversionError, match=r"layer '0' .*Leaky, which is not registered in this process.*register_neuron"
+        ConversionError, match=r"layer '0' .*OwnNeuron, which is not registered in this process.*register_neuron"
     ):
         pickle.loads(held)

@@ -37,7 +37,7 @@ def test_the_first_layer_that_differs_is_named(x, change, monkeypatch):
     before = copy.deepcopy(net)
     monkeypatch.setattr(SharedConv, "forward", broken(change))
     sj_tac.convert(net, "preserve", 1)  # without an example nobody compares
-    with pytest.raises(ConversionError, match="verification failed: .*layer '4' is the first whose output differs"):
+    with pytest.raises(ConversionError, match=r"verification failed: .*layer '4' is the first whose output differs"):
         sj_tac.convert(net, "preserve", 1, example_input=x)
     assert [type(m) for m in net.modules()] == [type(m) for m in before.modules()]
     assert all("_tac" not in vars(m) for m in net.modules())

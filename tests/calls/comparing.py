@@ -11,6 +11,7 @@ import pytest
 import torch
 from defined import given, same
 from definition import adopt, define, margins, planned_neurons, settings_of
+from forwards import spikes_in
 from torch import Tensor, nn
 
 import sj_tac
@@ -40,19 +41,17 @@ def run(net: nn.Module, x: Tensor, way: Way = Way(), call: Call | None = None) -
         return given(net, x, way.grad == "grad", (lambda x: call(net, x)) if call else None)
 
 
-def policy_of(mode: str, k: int, spikes: str = "count") -> dict[str, Any]:
-    return {"default": {"mode": mode, "k": k, "spikes": spikes}}
+def policy_of(mode: str, k: int) -> dict[str, Any]:
+    return {"default": {"mode": mode, "k": k}}
 
 
-def definitions(
-    source: nn.Module, fast: nn.Module, edit: Callable[..., Any], spikes: str = "count", **more: Any
-) -> list[nn.Module]:
+def definitions(source: nn.Module, fast: nn.Module, edit: Callable[..., Any]) -> list[nn.Module]:
     """What the converted net may compute: the definition, and its other reading where the definition leaves a choice.
 
     The choice: modules that were put in or left alone may pass a collapse's mark on, or read frames.
     """
     report = sj_tac.report(fast)
-    settings = settings_of(source, report, spikes=spikes, **more)
+    settings = settings_of(source, report)
     choices = []
     for generous in (True, False) if any(s.mode == "collapse" for s in settings.values()) else (True,):
         net = define(source, settings, None if generous else planned_neurons(settings, report))
@@ -67,42 +66,34 @@ def nothing(net: nn.Module) -> None:
     """No edit."""
 
 
-@dataclass(frozen=True)
-class Situation:
-    """A source net, what is done to it after convert, and how it is called.
+def agrees(
+    source: nn.Module, mode: str, k: int, call: Call | None = None, edit: Callable[..., Any] = nothing,
+    defined: Callable[..., Any] | None = None, ways: tuple[Way, ...] = WAYS,
+) -> None:  # fmt: skip
+    """The converted net gives what the definition gives, in every way of calling; so does ``fuse=False`` in the first.
 
-    ``defined``: what is done to the definition instead, where that is something else.
+    Args:
+        edit: what is done to both after convert. defined: to the definition, where that is something else.
     """
-
-    source: nn.Module
-    x: Tensor
-    call: Call | None = None
-    edit: Callable[[nn.Module], Any] = nothing
-    defined: Callable[[nn.Module], Any] | None = None
-    ways: tuple[Way, ...] = WAYS
-
-
-def agrees(case: Situation, mode: str, k: int, spikes: str = "count") -> None:
-    """The converted net gives what the definition gives, in every way of calling; so does ``fuse=False`` in the first."""
-    policy = policy_of(mode, k, spikes)
-    fast = sj_tac.convert(copy.deepcopy(case.source), policy)
-    plain = sj_tac.convert(case.source, policy, fuse=False) if mode == "preserve" else None
-    others = definitions(case.source, fast, case.defined or case.edit, spikes)
-    case.edit(fast)
+    policy, x = policy_of(mode, k), spikes_in()
+    fast = sj_tac.convert(copy.deepcopy(source), policy)
+    plain = sj_tac.convert(source, policy, fuse=False) if mode == "preserve" else None
+    others = definitions(source, fast, defined or edit)
+    edit(fast)
     if plain is not None:
-        case.edit(plain)
+        edit(plain)
     expected: dict[Way, list[Outcome]] = {}
-    for way in case.ways:
+    for way in ways:
         # The definition knows no inference mode.
         asked = Way("no_grad", way.train) if way.grad == "inference" else way
         if asked not in expected:
             with margins(others[0]) as distances:
-                expected[asked] = [run(net, case.x, asked, case.call) for net in others]
+                expected[asked] = [run(net, x, asked, call) for net in others]
             if distances and min(distances) < 1e-9:
                 pytest.fail("a voltage of the definition lies on its threshold: choose another net")
-        if plain is not None and way == case.ways[0]:
-            same(run(plain, case.x, way, case.call), expected[asked][0], f"fuse=False, {way}")
-        same_as_one(run(fast, case.x, way, case.call), expected[asked], str(way))
+        if plain is not None and way == ways[0]:
+            same(run(plain, x, way, call), expected[asked][0], f"fuse=False, {way}")
+        same_as_one(run(fast, x, way, call), expected[asked], str(way))
 
 
 def same_as_one(got: Outcome, expected: list[Outcome], what: str) -> None:

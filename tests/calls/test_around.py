@@ -6,7 +6,7 @@ import pickle
 import pairs
 import pytest
 import torch
-from comparing import Situation, Way, agrees, definitions, nothing, policy_of, run, same, same_as_one
+from comparing import Way, agrees, definitions, nothing, policy_of, run, same, same_as_one
 from definition import unmark
 from forwards import build, lif, spikes_in, straight
 from spikingjelly.activation_based import functional, layer
@@ -195,4 +195,4 @@ CALLS = {
 def test_a_call(name, mode, k):
     # Frames that are cut away between a convolution and its neuron do not end a collapse.
     mode = "preserve" if name == "the first frames of a drive" else mode
-    agrees(Situation(build(), spikes_in(), call=CALLS[name], ways=FEW), mode, k)
+    agrees(build(), mode, k, CALLS[name], ways=FEW)

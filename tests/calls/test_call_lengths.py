@@ -75,24 +75,21 @@ def collapse(k, spikes="count"):
 
 
 def check(net, policy, lengths, *, grad=True, seed=0):
-    """Calls of these lengths, one after another, fused and unfused, against the definition."""
-    for fuse in (True, False):
-        fast = sj_tac.convert(net, policy, fuse=fuse)
-        report, given_to = sj_tac.report(fast), {rule["match"]: rule for rule in policy["rules"]}
-        of = {
-            v.layer: Setting(
-                v.mode, v.k, NEURONS[v.layer], spikes=given_to[v.layer]["spikes"], weights=given_to[v.layer]["weights"]
-            )
-            for v in report.converted
-        }
-        wanted = define(net, of, planned_neurons(of, report))
-        torch.manual_seed(seed + 1)
-        for steps in lengths:
-            x = torch.rand(steps, 2, C, 6, 6, dtype=torch.float64)
-            with margins(wanted) as distances:
-                found, expected = (given(one, x, grad, reset=False) for one in (fast, wanted))
-            assert min(distances) > 1e-9, "a voltage lies on its threshold: choose another net"
-            same(found, expected, f"fuse={fuse}")
+    """Calls of these lengths, one after another, against the definition."""
+    fast = sj_tac.convert(net, policy)
+    report, rules = sj_tac.report(fast), {rule["match"]: rule for rule in policy["rules"]}
+    of = {
+        v.layer: Setting(v.mode, v.k, NEURONS[v.layer], **{key: rules[v.layer][key] for key in ("spikes", "weights")})
+        for v in report.converted
+    }
+    wanted = define(net, of, planned_neurons(of, report))
+    torch.manual_seed(seed + 1)
+    for steps in lengths:
+        x = torch.rand(steps, 2, C, 6, 6, dtype=torch.float64)
+        with margins(wanted) as distances:
+            found, expected = (given(one, x, grad, reset=False) for one in (fast, wanted))
+        assert min(distances) > 1e-9, "a voltage lies on its threshold: choose another net"
+        same(found, expected)
 
 
 def test_one_step_of_many_frames_is_told_from_one_of_more():

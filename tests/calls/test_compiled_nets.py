@@ -4,7 +4,6 @@ import pairs
 import pytest
 import torch
 from defined import given, same
-from forwards import build, spikes_in
 from spikingjelly.activation_based import layer
 from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
@@ -74,30 +73,3 @@ def test_t_is_free(kind, how, most):
     assert counts[0] == 1
     assert counts[-1] <= most
     assert spikes > 20
-
-
-def mixed(x, y):
-    return (x * 1.5 + y.flip(0)).mean(1, keepdim=True) + x
-
-
-@pytest.mark.parametrize(
-    ("mode", "grad", "backend"),
-    [
-        ("preserve", False, "eager"),
-        pytest.param("collapse", True, "eager", marks=pytest.mark.exhaustive),
-        pytest.param("preserve", True, "aot_eager", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_function_that_the_user_compiled_gives_what_it_gives_uncompiled(mode, backend, grad):
-    fast = sj_tac.convert(build(), mode, 2)
-    found = []
-    for used in (mixed, torch.compile(mixed, backend=backend)):
-
-        def steps(n, x, used=used):
-            s = n.a(x)
-            return n.head(n.d(n.c(used(n.b(s), s))))
-
-        fast.steps = steps
-        found.append(given(fast, spikes_in(), grad))
-    same(*found)
-    assert any(name.startswith("gradient") for name in found[0]) is grad

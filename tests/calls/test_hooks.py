@@ -3,8 +3,8 @@
 import pairs
 import pytest
 import torch
-from comparing import Situation, Way, agrees, nothing
-from forwards import build, spikes_in
+from comparing import Way, agrees, nothing
+from forwards import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was planned")
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3]}
@@ -39,7 +39,7 @@ def writing(net):
 def test_forward_hooks(edit, mode, k):
     # Where a collapse ends is planned once: a hook that changes frames does not end it.
     mode = "preserve" if edit in (shifting, writing) else mode
-    agrees(Situation(build(), spikes_in(), call=seen, edit=edit), mode, k)
+    agrees(build(), mode, k, seen, edit)
 
 
 MODULES = ("a", "b", "b.0", "b.1", "b.2", "d.3", "head")
@@ -63,8 +63,8 @@ def collected(net, x):
 
 
 def test_full_backward_hooks_see_gradients_of_frames():
-    agrees(Situation(build(), spikes_in(), call=collected, edit=collecting, ways=GRADS), "preserve", 2)
+    agrees(build(), "preserve", 2, collected, collecting, ways=GRADS)
 
 
 def test_full_backward_hooks_that_only_look_change_nothing_of_a_collapse():
-    agrees(Situation(build(), spikes_in(), edit=collecting, defined=nothing, ways=GRADS), "collapse", 3)
+    agrees(build(), "collapse", 3, edit=collecting, defined=nothing, ways=GRADS)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from definition import Setting, define
+from idioms.miniatures import by_hand
 from spikingjelly.activation_based import functional, layer, neuron
 from support import at_rest, only_v2
 from torch import nn
@@ -52,17 +53,9 @@ def test_frames_are_weighed_by_the_mean_of_its_decays(make, held):
     assert [(v.status, v.reason) for v in found] == [("converted", None)] * 2
     assert f"{held} is a tensor of [6, 1, 1] numbers in '3': the mean of its decays is taken" in found["2"].detail
     beta = (1 - (TAUS.sigmoid() if held == "w" else 1 / TAUS)).mean().item()
-    by_hand = define(net, {"0": Setting("preserve", 2, "1")})
-
-    def aggregate(module, args):
-        groups = args[0].split(2)
-        sums = [sum(beta ** (len(g) - 1 - j) * x for j, x in enumerate(g)) for g in groups]
-        sums = [x / sum(beta**j for j in range(len(g))) for x, g in zip(sums, groups, strict=True)]
-        return (torch.cat([x.expand(len(g), *x.shape) for x, g in zip(sums, groups, strict=True)]),)
-
-    by_hand[2].register_forward_pre_hook(aggregate)
+    wanted = by_hand(define(net, {"0": Setting("preserve", 2, "1")}), 2, {"2": None}, beta=beta)
     out = at_rest(fast, X)
-    torch.testing.assert_close(out, at_rest(by_hand, X), rtol=0, atol=1e-9)
+    torch.testing.assert_close(out, at_rest(wanted, X), rtol=0, atol=1e-9)
     assert not torch.equal(out, source)
     assert torch.equal(at_rest(sj_tac.restore(fast), X), source)
 

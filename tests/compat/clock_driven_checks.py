@@ -125,20 +125,6 @@ def test_the_classes_are_subclasses_of_the_hosts_that_pickle_and_copy():
             assert host.kind(made) is getattr(host.neuron, kind)
 
 
-def test_a_reset_leaves_a_threshold_that_was_set_before_and_after_converting():
-    made = [layer.SeqToANNContainer(torch.nn.Conv2d(2, 4, 3)), neuron.MultiStepLIFNode(v_threshold=0.4)]
-    net, x = torch.nn.Sequential(*made).eval(), torch.rand(4, 2, 2, 6, 6)
-    for one in (net, sj_tac.convert(net, "preserve", 2, example_input=x)):
-        before = one(x)
-        functional.reset_net(one)
-        one[1].v_threshold = 0.05
-        after = one(x)
-        functional.reset_net(one)
-        assert one[1].v_threshold == 0.05
-        assert torch.equal(one(x), after)
-        assert after.sum() > before.sum() > 0
-
-
 def test_the_neurons_of_cext_take_the_name_of_a_surrogate():
     out = []
     for node in (

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from defined import given, same
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
@@ -45,6 +46,13 @@ def spikformer():
 NETS = {"dvs": dvs, "sew": sew, "spikformer": spikformer}
 
 
+def quickly(name):
+    """A test of this net in the quick suite, and of the others, too, in the exhaustive one."""
+    return pytest.mark.parametrize(
+        "name", [name, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in NETS if n != name)]
+    )
+
+
 def source(name, dtype=torch.float64):
     """An awake net in eval mode, and frames for it."""
     torch.manual_seed(0)
@@ -77,13 +85,21 @@ def pair(net, x, k=2, convert=convert):
     return fast, slow
 
 
+def pair_of(name, dtype=torch.float64):
+    """The same of one of NETS, and frames for it."""
+    net, x = source(name, dtype)
+    return *pair(net, x), x
+
+
 def seen(net, x, training=False):
     """All that a call shows, in training with gradients; it goes on from the voltages of the one before."""
     return given(net.train(training), x, grad=training, reset=False)
 
 
-def agree(fast, slow, x, training=False, calls=1):
-    """Compare calls that carry the voltages on, on awake nets."""
+def agree(fast, slow, x, training=False, calls=1, rest=False):
+    """Compare calls that carry the voltages on, on awake nets; ``rest``: the first begins anew."""
+    for net in (fast, slow) if rest else ():
+        functional.reset_net(net)
     for _ in range(calls):
         found, expected = (seen(net, x, training) for net in (fast, slow))
         gradients = [g.abs().max().item() for n, g in expected.items() if n.startswith("gradient")]
@@ -101,33 +117,6 @@ def fused(net, which=-1):
     text = graphs(net)[which].code
     lines = text.splitlines()
     return sum("= sj_tac_rewrites_lower_run" in line for line in lines), text.count("neuron_steps")
-
-
-def wide():
-    """A net of more than 30 MB, which DistributedDataParallel would cut at its buckets."""
-    modules = []
-    for i in range(5):
-        modules += [conv(2 if i == 0 else 480, 480, padding=1, bias=False), norm(480), node("lif", v_threshold=0.3)]
-    return nn.Sequential(*modules)
-
-
-def trained(rank, net, file, found):
-    """Train a net for two steps in one of two processes, and note its graphs and weights."""
-    torch.set_num_threads(1)
-    net = copy.deepcopy(net)  # what is sent shares its memory
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    parallel = nn.parallel.DistributedDataParallel(net.train())
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for step in range(2):
-        functional.reset_net(net)
-        torch.manual_seed(2 * step + rank)
-        parallel((torch.rand(4, 2, 2, 4, 4) < 0.5).float()).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    captured = len(graphs(net))
-    norms = [p.detach().double().norm().item() for p in net.parameters()]
-    found[rank] = captured, fused(net) if captured else (0, 0), norms
-    torch.distributed.destroy_process_group()
 
 
 def captures(net):

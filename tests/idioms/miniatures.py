@@ -27,28 +27,30 @@ def conv(inputs: int = C, outputs: int = C, size: int = 3) -> nn.Module:
     return nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
 
 
-def grouped(x: Tensor, k: int, dim: int = 0) -> Tensor:
+def grouped(x: Tensor, k: int, dim: int = 0, beta: float = 0.5) -> Tensor:
     """Frames along ``dim`` as a converted convolution reads them: in each one's place its group's weighted mean."""
     parts = []
     for part in x.split(k, dim):
         n = part.shape[dim]
-        weights = 0.5 ** torch.arange(n - 1, -1, -1, dtype=x.dtype)
+        weights = beta ** torch.arange(n - 1, -1, -1, dtype=x.dtype)
         weights = (weights / weights.sum()).view(n, *[1] * (x.dim() - dim - 1))
         parts.append((part * weights).sum(dim, keepdim=True).expand_as(part))
     return torch.cat(parts, dim)
 
 
-def by_hand(net: nn.Module, k: int, convs: Mapping[str, tuple[int, int] | None], dim: int = 0) -> nn.Module:
+def by_hand(
+    net: nn.Module, k: int, convs: Mapping[str, tuple[int, int] | None], dim: int = 0, beta: float = 0.5
+) -> nn.Module:
     """A copy of the net, with hooks that hand convs a weighted mean in the place of every frame of its group.
 
     Args:
         convs: of each name, what unfolds the frames that it is handed; None where they are not folded.
-        dim: which of the first two dimensions is time.
+        dim: which of the first two dimensions is time. beta: of the neurons' decay.
     """
     made = copy.deepcopy(net)
 
     def aggregate(module: nn.Module, args: Any, fold: tuple[int, int] | None) -> tuple[Tensor]:
-        y = grouped(args[0] if fold is None else args[0].unflatten(0, fold), k, dim)
+        y = grouped(args[0] if fold is None else args[0].unflatten(0, fold), k, dim, beta)
         return (y if fold is None else y.flatten(0, 1),)
 
     for name, fold in convs.items():
@@ -276,6 +278,10 @@ class OwnNeuron(nn.Module):
         return torch.stack(spikes)
 
 
+class Mine(OwnNeuron):
+    """Of a class that is registered, as far as its base is."""
+
+
 class OwnNorm(nn.Module):
     """A norm of one's own: BatchNorm over T * N, times a threshold."""
 
@@ -290,7 +296,7 @@ class OwnNorm(nn.Module):
 class Registered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.bn1, self.node1 = layer.Conv2d(2, C, 3, padding=1, step_mode="m"), OwnNorm(), OwnNeuron()
+        self.conv1, self.bn1, self.node1 = layer.Conv2d(2, C, 3, padding=1, step_mode="m"), OwnNorm(), Mine()
         self.conv2, self.bn2, self.node2 = layer.Conv2d(C, C, 3, padding=1, step_mode="m"), OwnNorm(), lif()
 
     def forward(self, x: Tensor) -> Tensor:

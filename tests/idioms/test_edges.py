@@ -1,12 +1,10 @@
 """What forwards do to folded drives and to registered classes that the miniature nets do not."""
 
-import copy
-
 import pytest
 import torch
-from idioms.miniatures import SIZE, C, N, OwnNeuron, T, conv, grouped, lif
+from idioms.miniatures import SIZE, C, N, OwnNeuron, T, conv, lif
 from idioms.test_idioms import CLOSE, run, same
-from spikingjelly.activation_based import functional, layer
+from spikingjelly.activation_based import layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,34 +52,6 @@ def test_a_checkpoint_runs_the_same_again(k, reentrant):
     expected = run(fast, x)
     fast.reentrant = reentrant
     same(run(fast, x), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("size", [(2, 3), (1, 7)], ids=str)
-def test_training_statistics_are_those_of_repeated_frames(size):
-    """All groups of one length, and not: the running variance is the unbiased one of all frames."""
-    samples, k = size
-
-    class Norm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn, self.lif = nn.Conv1d(4, C, 1), nn.BatchNorm1d(C), lif()
-
-        def forward(self, x):
-            t, n = x.shape[:2]
-            return self.lif(self.bn(self.conv(x.flatten(0, 1))).view(t, n, C, -1)).mean(-1).mean(0)
-
-    torch.manual_seed(0)
-    net = Norm().double()
-    for momentum in (0.1, None):
-        net.bn.momentum = momentum
-        fast, plain = sj_tac.convert(net, k=k, example_input=frames(T, 3, 4, 2)), copy.deepcopy(net)
-        plain.conv.register_forward_pre_hook(lambda m, a: (grouped(a[0].unflatten(0, (T, -1)), k).flatten(0, 1),))
-        for each in (fast.train(), plain.train()):
-            for seed in range(3):
-                functional.reset_net(each)
-                each(torch.rand(T, samples, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
-        torch.testing.assert_close(fast.bn.running_var, plain.bn.running_var, **CLOSE)
-        torch.testing.assert_close(fast.bn.running_mean, plain.bn.running_mean, **CLOSE)
 
 
 @sj_tac.register_neuron(decay=0.5)

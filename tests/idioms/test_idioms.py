@@ -77,11 +77,7 @@ def _awake(name, dtype):
             net(inputs(idiom, dtype, seed))
     functional.reset_net(net)
     move_thresholds(net.eval(), inputs(idiom, dtype, 9))
-    # The older host's neurons pass gradients while training alone, which changes nothing else in them.
-    net.eval()
-    for module in neurons(net).values():
-        module.train(not host.IS_V2)
-    return net
+    return train_neurons(net.eval())
 
 
 def policy(name, k):
@@ -89,6 +85,7 @@ def policy(name, k):
 
 
 def train_neurons(net):
+    """The older host's neurons pass gradients while training alone, which changes nothing else in them."""
     for module in neurons(net).values():
         module.train(not host.IS_V2)
     return net
@@ -197,22 +194,3 @@ def test_compiled_it_is_the_same(name):
     with torch.no_grad():
         found = torch.compile(fast, backend="eager")(x)
     torch.testing.assert_close(found, expected, **CLOSE)
-
-
-class Fading(OwnNeuron):
-    def __init__(self):
-        super().__init__(0.25)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")
-def test_a_subclass_of_a_registered_neuron_has_its_decay_also_where_a_compiled_call_is_the_first():
-    net, x = make("registered", torch.float64)
-    net.node1 = Fading()
-    fast = pickle.loads(pickle.dumps(convert("registered", net, x, 2)))
-    assert host.decay(fast.node1, torch.float64) == 0.25
-    with torch.no_grad():
-        found = torch.compile(fast, backend="eager")(x)
-        functional.reset_net(fast)
-        torch.testing.assert_close(found, fast(x), **CLOSE)
-        assert not torch.equal(found, convert("registered", make("registered", torch.float64)[0], x, 2)(x))

@@ -54,32 +54,11 @@ def bent(name, change):
     return type(name, (nn.Conv2d,), {"forward": forward})
 
 
-class WithNeuron(layer.Conv2d):
-    """A whole chain in one module."""
-
-    def __init__(self, *args, **more):
-        super().__init__(*args, **more, step_mode="m")
-        self.neuron = node("lif", **LIF)
-
-    def forward(self, x):
-        return self.neuron(super().forward(x))
-
-
 class Submanifold(nn.Conv2d):
     """Puts nothing out where nothing came in, as convolutions of event cameras do."""
 
     def forward(self, x):
         return super().forward(x) * (x != 0).any(1, keepdim=True)
-
-
-class Delayed(layer.Conv2d):
-    """An axon that takes two steps."""
-
-    def __init__(self, *args, **more):
-        super().__init__(*args, **more, step_mode="m")
-
-    def forward(self, x):
-        return torch.cat([torch.zeros_like(y := super().forward(x))[:2], y[:-2]])
 
 
 class Placed(nn.Conv2d):
@@ -94,10 +73,8 @@ class Placed(nn.Conv2d):
 
 REFUSED = {
     "looks for zeros": (Submanifold, "NOT_AFFINE"),
-    "delay": (Delayed, "NOT_ALIKE"),
     "quantised input": (bent("Quantised", lambda self, x, f: f((x * 4).round() / 4)), "NOT_AFFINE"),
     "mean of the batch": (bent("Centered", lambda self, x, f: f(x - x.mean(0))), "NOT_ALIKE"),
-    "neuron": (WithNeuron, "NOT_ALIKE"),
     "written input": (bent("Writing", lambda self, x, f: f(x.mul_(0.5))), "NOT_ALIKE"),
 }
 

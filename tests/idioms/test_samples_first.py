@@ -78,14 +78,6 @@ class Own(nn.Module):
         return self.head(self.net(x))
 
 
-class Reusing(Own):
-    """One neuron, which keeps nothing between calls, for all places."""
-
-    def __init__(self):
-        super().__init__()
-        self.net[3] = self.net[6] = self.net[1]
-
-
 class Turning(nn.Module):
     """SpikingJelly's neurons over [T, N, ...], all else over [N, T, ...]."""
 
@@ -131,7 +123,7 @@ class Layers(nn.Module):
         return self.lif2(self.conv2(x.transpose(0, 1)).transpose(0, 1))
 
 
-NETS = [Own, Reusing, Turning, FoldedBySteps, Layers]
+NETS = [Own, Turning, FoldedBySteps, Layers]
 
 
 def frames(steps=T, batch=N):

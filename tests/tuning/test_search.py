@@ -206,27 +206,9 @@ def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path, monkey
     policy.save(tmp_path / "p.yaml")
     fast = sj_tac.convert(csnn(), tmp_path / "p.yaml")
     assert [v.k for v in sj_tac.report(fast).converted] == [r.k for r in policy.rules if r.mode != "keep"]
-    content = json.loads((tmp_path / "e.json").read_text())
-    assert content["chosen"] in [t["name"] for t in content["trials"]]
-    assert set(content["frontier"]) <= {t["name"] for t in content["trials"]}
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
-    for words in ("Pareto frontier", "check it on others", content["chosen"]):
+    for words in ("Pareto frontier", "check it on others", json.loads((tmp_path / "e.json").read_text())["chosen"]):
         assert words in " ".join(str(policy.evidence).split())
-
-
-def test_metrics_of_ones_own():
-    def spikes(net, batches):
-        assert not net.training
-        (frames,) = batches
-        return -net(frames).sum().item()
-
-    policy = sj_tac.search(csnn(), costs.X, metric=spikes, max_drop=1e9, ks=(1, 4), progress=False, cost=costs.cost)
-    assert policy.evidence.metric.endswith("spikes")
-    assert [r.k for r in policy.rules] == [4, 4, 4]
-    # Without labels it is agreement, whatever is right.
-    assert (
-        sj_tac.search(csnn(), costs.X, max_drop=1, ks=(2,), cost=costs.cost, progress=False).evidence.metric == "agreement"
-    )
 
 
 def test_what_cannot_be_reached_is_said_with_the_nearest():
