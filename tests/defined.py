@@ -104,12 +104,7 @@ def backend(source: nn.Module, policy: Any = "") -> str:
 
 
 def check(
-    source: nn.Module,
-    policy: Any,
-    x: Tensor,
-    neurons: Mapping[str, str] | None = None,
-    train: bool = False,
-    **options: Any,
+    source: nn.Module, policy: Any, x: Tensor, neurons: Mapping[str, str] | None = None, train: bool = False, **options: Any
 ) -> nn.Module:
     """Compare the converted net, recorded and not, with its definition; fused, too, in the tests that capture (conftest).
     Returns the fused one, if there is one.

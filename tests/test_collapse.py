@@ -62,10 +62,7 @@ POLICIES = {
 
 
 @pairs.parametrize(
-    pool=[None, layer.MaxPool2d, layer.AvgPool2d],
-    end=["spikes", "linear", "spiking"],
-    policy=POLICIES,
-    steps=[8, 7, 2],
+    pool=[None, layer.MaxPool2d, layer.AvgPool2d], end=["spikes", "linear", "spiking"], policy=POLICIES, steps=[8, 7, 2]
 )
 def test_values_gradients_and_voltages_are_the_definitions(pool, end, policy, steps):
     side = 16 if pool is None else 2
@@ -172,7 +169,7 @@ def test_a_neuron_of_ones_own_emits_means_and_a_kept_conv_gets_groups():
             return super().multi_step_forward(x_seq)
 
     net = nn.Sequential(
-        *[conv(2, 4), norm(4), node("lif"), conv(4, 4), norm(4), node("lif"), conv(4, 4), Slow(**M)],
+        *[conv(2, 4), norm(4), node("lif"), conv(4, 4), norm(4), node("lif"), conv(4, 4), Slow(**M)]
     ).double()
     policy = {"default": {"mode": "collapse", "k": 2}, "rules": [{"match": "3", "mode": "keep"}]}
     net = awake(net.eval(), inputs(5))

@@ -89,7 +89,7 @@ def build(name, x=X):
 @pairs.parametrize(
     name=NETS,
     mode=["preserve", "collapse"],
-    more=[{"k": 2}, {"k": 3}, {"k": 3, "weights": "uniform"}, {"k": 2, "normalize": False}, {"k": 3, "spikes": "binary"}],
+    more=[{"k": 2}, {"k": 3}, {"k": 3, "weights": "uniform"}, {"k": 2, "normalize": False}],
     train=[False, True],
 )
 def test_values_gradients_voltages_and_statistics(name, mode, more, train):
@@ -97,6 +97,12 @@ def test_values_gradients_voltages_and_statistics(name, mode, more, train):
     fast = check(net, {"default": {"mode": mode} | more}, X, neurons, train)
     assert {v.status for v in sj_tac.report(fast).verdicts} <= {"converted", "stretched", "refused"}
     assert {v.k for v in sj_tac.report(fast).converted} == {more["k"]}
+
+
+@pairs.parametrize(name=["every neuron", "chain"], normalize=[True, False], train=[False, True])
+def test_a_binary_collapse(name, normalize, train):
+    net, _ = build(name)
+    check(net, {"default": {"mode": "collapse", "spikes": "binary", "k": 3, "normalize": normalize}}, X, train=train)
 
 
 @pytest.mark.parametrize("fuse", [True, False])

@@ -150,8 +150,7 @@ def test_asking_a_plain_model(net, call):
 
 
 @pytest.mark.parametrize(
-    ("policy", "shape"),
-    [("preserve", (2, 2, 8, 8)), ("preserve", (4, 2, 3, 8, 8)), ("collapse", (2,))],
+    ("policy", "shape"), [("preserve", (2, 2, 8, 8)), ("preserve", (4, 2, 3, 8, 8)), ("collapse", (2,))]
 )
 def test_input_that_is_not_frames_is_the_sources_own_error(net, policy, shape):
     fast = sj_tac.convert(net, policy, 2)

@@ -213,11 +213,7 @@ def training(name):
         (hooked, ExportError, r"forward hooks of yours hang on \['body.1'\]"),
         (lambda: converted(policy=HALF, backend="reference"), ExportError, "'body.0' computes in torch.bfloat16"),
         (lambda: Deciding(lambda y: y).eval(), ConversionError, "is not a converted model"),
-        (
-            lambda: converted(lambda y: y if y.sum() > 3 else -y),
-            ExportError,
-            "torch.export cannot follow the forward of",
-        ),
+        (lambda: converted(lambda y: y if y.sum() > 3 else -y), ExportError, "torch.export cannot follow the forward of"),
         (lambda: converted(lambda y: torch.special.bessel_j0(y)), ExportError, "torch.onnx cannot write this net down"),
         (lambda: converted(lambda y: y + torch.rand(1)), ExportError, "outputs differ by .*, and no spike does"),
     ],

@@ -159,20 +159,20 @@ def test_all_norms_whose_frames_change_are_warned_of(k):
         sj_tac.set_k(net, k)  # nothing changes
 
 
-def test_norms_whose_frames_stay_are_not_warned_of():
-    rules = [{"match": "0", "mode": "collapse", "k": 2}, {"match": "6", "mode": "collapse", "k": 4}]
-    net = train(sj_tac.convert(source(), {"default": {"mode": "keep"}, "rules": rules}))
+@pytest.mark.parametrize(
+    ("default", "ks", "change", "named"),
+    [
+        ({"mode": "keep"}, {"0": 2, "6": 4}, (8, "6"), "['6']"),
+        ({"mode": "preserve", "k": 1}, {"0": 4}, (1, "0"), "['0', '3', '6']"),
+    ],
+    ids=["frames stay", "a converted layer of k=1 behind a collapse learns from aggregated frames"],
+)
+def test_norms_are_warned_of_where_their_frames_change(default, ks, change, named):
+    rules = [{"match": name, "mode": "collapse", "k": k} for name, k in ks.items()]
+    net = train(sj_tac.convert(source(), {"default": default, "rules": rules}))
     with pytest.warns(BatchNormMovedWarning) as warned:
-        sj_tac.set_k(net, 8, "6")
-    assert "['6']" in str(warned[0].message)
-
-
-def test_a_converted_layer_of_k_1_behind_a_collapse_learns_from_aggregated_frames():
-    rules = [{"match": "0", "mode": "collapse", "k": 4}]
-    net = train(sj_tac.convert(source(), {"default": {"mode": "preserve", "k": 1}, "rules": rules}))
-    with pytest.warns(BatchNormMovedWarning) as warned:
-        sj_tac.set_k(net, 1, "0")
-    assert "['0', '3', '6']" in str(warned[0].message)
+        sj_tac.set_k(net, *change)
+    assert named in str(warned[0].message)
 
 
 @pytest.mark.parametrize("first", [4, 1])

@@ -14,7 +14,6 @@ from torch import nn
 import sj_tac
 
 QUICK = ("spiking_vgg11_bn", "sew_resnet18")
-CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 @pytest.fixture(scope="module", params=[n if n in QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in ZOO])

@@ -1,4 +1,4 @@
-"""One call of a net in a given way; converted nets compared with the definition and ``fuse=False``."""
+"""One call of a net in a given way; converted nets compared with the definition."""
 
 from __future__ import annotations
 
@@ -70,18 +70,14 @@ def agrees(
     source: nn.Module, mode: str, k: int, call: Call | None = None, edit: Callable[..., Any] = nothing,
     defined: Callable[..., Any] | None = None, ways: tuple[Way, ...] = WAYS,
 ) -> None:  # fmt: skip
-    """The converted net gives what the definition gives, in every way of calling; so does ``fuse=False`` in the first.
+    """The converted net gives what the definition gives, in every way of calling.
 
     Args:
         edit: what is done to both after convert. defined: to the definition, where that is something else.
     """
-    policy, x = policy_of(mode, k), spikes_in()
-    fast = sj_tac.convert(copy.deepcopy(source), policy)
-    plain = sj_tac.convert(source, policy, fuse=False) if mode == "preserve" else None
+    x, fast = spikes_in(), sj_tac.convert(copy.deepcopy(source), policy_of(mode, k))
     others = definitions(source, fast, defined or edit)
     edit(fast)
-    if plain is not None:
-        edit(plain)
     expected: dict[Way, list[Outcome]] = {}
     for way in ways:
         # The definition knows no inference mode.
@@ -91,8 +87,6 @@ def agrees(
                 expected[asked] = [run(net, x, asked, call) for net in others]
             if distances and min(distances) < 1e-9:
                 pytest.fail("a voltage of the definition lies on its threshold: choose another net")
-        if plain is not None and way == ways[0]:
-            same(run(plain, x, way, call), expected[asked][0], f"fuse=False, {way}")
         same_as_one(run(fast, x, way, call), expected[asked], str(way))
 
 

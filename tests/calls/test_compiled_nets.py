@@ -1,4 +1,4 @@
-"""A converted net under torch.compile: what it gives, and how often it is compiled; functions that the user compiled."""
+"""A converted net under torch.compile: what it gives, and how often it is compiled."""
 
 import pairs
 import pytest
@@ -40,8 +40,7 @@ def chains(kind):
     return awake(net, frames(12, 2, 2, 8, 8)).double()
 
 
-# The last number: graphs, at most. For sizes of 1 torch has its own, and so for T within one group: of k frames, or of more
-# behind a binary collapse.
+# The last number: graphs, at most. For sizes of 1 torch has its own, and so for T within one group.
 FREE = [
     ("plif", {"mode": "preserve", "k": 2, "weights": "learned"}, 1),
     ("if", {"mode": "preserve", "k": 4, "weights": "uniform"}, 2),
@@ -58,8 +57,6 @@ FREE = [
 def test_t_is_free(kind, how, most):
     """Whole groups and ragged tails, T below k: outputs, gradients and voltages are those of the net uncompiled."""
     policy = {"version": 1, "default": how}
-    if "spikes" in how:  # a binary collapse in every layer leaves no spikes
-        policy = {"version": 1, "default": {"mode": "preserve", "k": 2}, "rules": [{"match": "0"} | how]}
     fast = sj_tac.convert(chains(kind), policy, example_input=frames(6, 2, 2, 8, 8).double())
     compiled = torch.compile(fast, backend="eager", fullgraph=True, dynamic=True)
     spikes, counts = 0, []
