@@ -48,10 +48,7 @@ def node(kind: str, v_reset: float | None = 0.0, decay_input: bool = True, tau: 
 only_v2 = pytest.mark.skipif(not host.IS_V2, reason="SpikingJelly before 2.0 cannot do this itself")
 
 # Every combination of the equations' cases: (kind, v_reset, decay_input).
-NEURONS = [
-    *product(["lif", "plif"], [None, 0.0, -0.3], [True, False]),
-    *product(["if"], [None, 0.0, -0.3], [True]),
-]
+NEURONS = [*product(["lif", "plif"], [None, 0.0, -0.3], [True, False]), *product(["if"], [None, 0.0, -0.3], [True])]
 
 
 def conv(inputs: int = 2, outputs: int = 3, **more: Any) -> nn.Module:

@@ -14,7 +14,6 @@ from spikingjelly.activation_based import functional
 from support import awake, conv, frames, node, norm
 from torch import nn
 import sj_tac
-from sj_tac.rewrites.gate import gate_of
 
 def net_of(mode):
     torch.manual_seed(0)
@@ -27,7 +26,7 @@ def net_of(mode):
 
 def spread(net, how):
     if how == "DDP":
-        return nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-4)  # at whose ends Dynamo would cut a graph
+        return nn.parallel.DistributedDataParallel(net)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     mesh = init_device_mesh("cpu", (2,))
@@ -43,7 +42,6 @@ def work(rank, path, how, mode):
     model = spread(fast, how)
     y = model(samples[rank])
     y.square().sum().backward()
-    assert how == "FSDP" or [len(g.code) > 0 for g in gate_of(fast).capture.graphs] == [True], "one graph"
     for i, x in enumerate(samples):
         functional.reset_net(whole)
         expected = whole(x)

@@ -100,9 +100,6 @@ def test_the_shipped_schema_and_policies_are_the_codes():
         assert Policy.load(file).to_dict()["version"] == yaml.safe_load(file.read_text())["version"]
 
 
-# ---- files and patterns that nobody vouches for ----------------------------------------------------------------------
-
-
 def laughs(write):
     """Nine levels, each of which names the one before nine times."""
     levels = [write(i + 1, ", ".join([f"*a{i}"] * 9)) for i in range(9)]

@@ -26,9 +26,6 @@ class Way:
     grad: str = "grad"
     train: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.grad}, {'train' if self.train else 'eval'}"
-
 
 WAYS = (Way(), Way(train=True), Way("no_grad"), Way("inference"))
 Call = Callable[[nn.Module, Tensor], Any]

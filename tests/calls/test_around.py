@@ -63,9 +63,6 @@ def test_a_call_under_fake_tensors_leaves_no_fake_behind(mode):
         same_as_one(run(net, spikes_in()), [run(n, spikes_in()) for n in definitions(source, fast, nothing)], "")
 
 
-# ---- parametrizations and pruning after convert ------------------------------------------------------------------------
-
-
 def weight_norm(net):
     parametrizations.weight_norm(net.b[0])
 
@@ -88,9 +85,6 @@ def test_a_weight_that_is_computed_after_convert(change, mode):
     same(run(back, x), run(changed, x), "restored")
 
 
-# ---- copies ------------------------------------------------------------------------------------------------------------
-
-
 def by_pickle(net):
     return pickle.loads(pickle.dumps(net))
 
@@ -108,9 +102,6 @@ def test_copies_of_a_deep_net(copied):
     expected = at_rest(net if copied is sj_tac.restore else fast, x)
     assert 0.02 < expected.mean() < 0.98
     torch.testing.assert_close(at_rest(other, x), expected, **CLOSE)
-
-
-# ---- transforms and compilers ------------------------------------------------------------------------------------------
 
 
 def compiled_whole(net, x):
@@ -171,7 +162,6 @@ def test_a_transform_gives_the_same(call, mode):
     assert any(torch.allclose(at_rest(fast, x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
 
 
-# ---- parts that are called by themselves, calls in a row ---------------------------------------------------------------
 FEW = (Way(), Way(train=True), Way("no_grad"))
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3, 1]}
 

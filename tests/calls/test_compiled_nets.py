@@ -12,10 +12,7 @@ from torch.torch_version import TorchVersion
 
 import sj_tac
 
-pytestmark = [
-    only_v2,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
-]
+pytestmark = [only_v2, *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Deprecation", "Future", "User"))]
 
 
 @pytest.fixture(autouse=True)

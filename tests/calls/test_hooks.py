@@ -62,9 +62,6 @@ def collected(net, x):
     return [out, *[g.clone() for name in MODULES for g in net.seen[name] if g is not None]]
 
 
-def test_full_backward_hooks_see_gradients_of_frames():
+def test_full_backward_hooks_see_gradients_of_frames_and_change_nothing_of_a_collapse():
     agrees(build(), "preserve", 2, collected, collecting, ways=GRADS)
-
-
-def test_full_backward_hooks_that_only_look_change_nothing_of_a_collapse():
     agrees(build(), "collapse", 3, edit=collecting, defined=nothing, ways=GRADS)

@@ -119,6 +119,27 @@ def fused(net, which=-1):
     return sum("= sj_tac_rewrites_lower_run" in line for line in lines), text.count("neuron_steps")
 
 
+def wide():
+    """A net of more than 30 MB, which DistributedDataParallel would cut at its buckets."""
+    modules = []
+    for i in range(5):
+        modules += [conv(2 if i == 0 else 480, 480, padding=1, bias=False), norm(480), node("lif", v_threshold=0.3)]
+    return nn.Sequential(*modules)
+
+
+def trained(rank, net, file, found):
+    """Call a net in one of two processes, and note what of its graph is fused."""
+    torch.set_num_threads(1)
+    net = copy.deepcopy(net)  # what is sent shares its memory
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    parallel = nn.parallel.DistributedDataParallel(net.train())
+    for _ in range(2):  # a copy is captured by its second call
+        functional.reset_net(net)
+        parallel(frames(4, 2, 2, 4, 4)).mean().backward()
+    found[rank] = fused(net)
+    torch.distributed.destroy_process_group()
+
+
 def captures(net):
     return len(graphs(net))
 

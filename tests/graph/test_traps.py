@@ -6,9 +6,25 @@ import warnings
 
 import pytest
 import torch
-from captured import NETS, Blocks, X, agree, blocks, captures, code, fused, graphs, pair, pair_of, quickly, source
+from captured import (
+    NETS,
+    Blocks,
+    X,
+    agree,
+    blocks,
+    captures,
+    code,
+    fused,
+    graphs,
+    pair,
+    pair_of,
+    quickly,
+    source,
+    trained,
+    wide,
+)
 from spikingjelly.activation_based import functional
-from support import awake, conv, node, norm, only_v2
+from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
 
 import sj_tac
@@ -188,6 +204,18 @@ def test_5_what_a_user_asks_of_dynamo(name, how):
         agree(fast, slow, x)
         with torch._dynamo.config.patch(error_on_recompile=True):
             agree(fast, slow, x, rest=True)
+
+
+@pytest.mark.exhaustive
+def test_6_two_processes_train_a_net_that_is_sent_to_them_in_one_graph(tmp_path):
+    """Trap 10 too: the net is pickled for processes that are spawned. Their gradients: tests/test_distributed.py."""
+    torch.manual_seed(0)
+    net = wide().eval()
+    assert sum(p.numel() * p.element_size() for p in net.parameters()) > 30e6
+    fast = sj_tac.convert(net, "preserve", 2, example_input=frames(4, 2, 2, 4, 4))
+    found = torch.multiprocessing.get_context("spawn").Manager().dict()
+    torch.multiprocessing.spawn(trained, (fast, str(tmp_path / "store"), found), nprocs=2)
+    assert dict(found) == {0: (5, 0), 1: (5, 0)}
 
 
 @pytest.mark.parametrize("way", ["torch.compile(net)", "a function", "fullgraph", "export"])

@@ -95,8 +95,6 @@ def test_input_that_is_not_frames():
             operator(torch.zeros(shape))
 
 
-# ---- as one operator, against its own modules one after the other (``fuse=False``) ------------------------------------
-
 BUILDS = {
     "preserve": TACTP,
     "binary": TAC,
