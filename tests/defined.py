@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from spikingjelly.activation_based import functional, neuron
 from torch import Tensor, nn
 
 import sj_tac
+from sj_tac import host
 from sj_tac.definition import ops
 
 
@@ -20,37 +21,55 @@ class OnThreshold(AssertionError):
     """A voltage lies on its threshold, where rounding decides: choose another net."""
 
 
-def given(net: nn.Module, x: Tensor, grad: bool = True) -> dict[str, Tensor]:
-    """Outputs, voltages, gradients and running statistics of a call from rest, by name. Buffers are put back."""
-    for module in net.modules():
+def given(
+    net: nn.Module, x: Tensor, grad: bool = True, call: Callable[..., Any] | None = None, reset: bool = True
+) -> dict[str, Tensor]:
+    """Outputs, voltages, gradients and running statistics of a call, by name. Buffers are put back.
+
+    Args:
+        call: takes the input, in place of the net. reset: the call begins at rest; False: where the one before ended.
+    """
+    for module in net.modules() if not host.IS_V2 else ():
         if isinstance(module, neuron.BaseNode):
             module.train()  # the older host differentiates no neuron in eval mode
-    functional.reset_net(net)
+    if reset:
+        rest(net)
     net.zero_grad()
     before = {n: b.clone() for n, b in net.named_buffers()}
     x = x.clone().requires_grad_(grad)
     torch.manual_seed(1)
     with torch.set_grad_enabled(grad):
-        outputs = [y for y in torch.utils._pytree.tree_leaves(unmark(net(x))) if isinstance(y, Tensor)]
-    if grad:
-        sum((y * torch.linspace(-1, 1.5, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs).backward()
+        outputs = [y for y in torch.utils._pytree.tree_leaves(unmark((call or net)(x))) if isinstance(y, Tensor)]
+        weighed = [(y * torch.linspace(-1, 1.5, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs]
+    assert all(type(y) is Tensor for y in outputs), "outputs of a net are ordinary tensors"
+    if grad and any(y.requires_grad for y in outputs):
+        sum(weighed).backward()
     found = {f"output {i}": y.detach().clone() for i, y in enumerate(outputs)}
-    found |= {f"voltage of {n}": m.v.detach() for n, m in net.named_modules() if isinstance(m, neuron.BaseNode)}
+    nodes = {n: m for n, m in net.named_modules() if isinstance(m, neuron.BaseNode)}
+    found |= {f"voltage of {n}": m.v.detach().clone() for n, m in nodes.items() if isinstance(m.v, Tensor)}
     gradients = {n: p.grad for n, p in [("input", x), *net.named_parameters()]}
     found |= {f"gradient of {n}": g.clone() for n, g in gradients.items() if g is not None}
     found |= {n: b.clone() for n, b in net.named_buffers() if b.is_floating_point()}
     for name, buffer in net.named_buffers():
         buffer.copy_(before[name])
+    if not reset:
+        functional.detach_net(net)
     return found
 
 
-def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = "", close: float = 1e-9) -> None:
+def rest(net: nn.Module) -> None:
+    """``reset_net`` that also finds neurons which were put in since the last one: the host remembers a net's neurons."""
+    getattr(functional, "invalidate_reset_cache", lambda net: None)(net)
+    functional.reset_net(net)
+
+
+def same(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = "", rtol: float = 1e-9, atol: float = 1e-9
+) -> None:
     """Equal names and, nearly, values, or an AssertionError that says which differ."""
     assert found.keys() == expected.keys(), f"{what}: {sorted(found.keys() ^ expected.keys())} on one side only"
     for name, value in expected.items():
-        # torch corrects a variance by n / (n - 1), with n the frames that it sees: groups here, all frames there.
-        slack = 2e-2 if name.endswith("running_var") else close
-        torch.testing.assert_close(found[name], value, rtol=slack, atol=close, msg=lambda m, n=name: f"{what}: {n}: {m}")
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
 def settings(source: nn.Module, fast: nn.Module, neurons: Mapping[str, str] | None = None) -> dict[str, Setting]:
@@ -85,12 +104,7 @@ def backend(source: nn.Module, policy: Any = "") -> str:
 
 
 def check(
-    source: nn.Module,
-    policy: Any,
-    x: Tensor,
-    neurons: Mapping[str, str] | None = None,
-    train: bool = False,
-    **options: Any,
+    source: nn.Module, policy: Any, x: Tensor, neurons: Mapping[str, str] | None = None, train: bool = False, **options: Any
 ) -> nn.Module:
     """Compare the converted net, recorded and not, with its definition; fused, too, in the tests that capture (conftest).
     Returns the fused one, if there is one.

@@ -3,12 +3,12 @@
 import copy
 
 import torch
-from spikingjelly.activation_based import functional, layer, neuron
-from support import awake, conv, frames, node, norm
+from idioms.miniatures import by_hand
+from spikingjelly.activation_based import layer, neuron
+from support import at_rest, awake, conv, frames, node, norm
 from torch import nn
 
 import sj_tac
-from sj_tac.functional import aggregate, decay_weights, expand
 from sj_tac.tuning import matching
 
 X = frames(8, 12, 2, 8, 8)
@@ -29,16 +29,15 @@ def narrow(make=None, size=8, channels=6):
 
 def shared(net, k, beta):
     """The definition, by hooks on a plain net: every convolution reads its group's weighted mean, for each of its frames."""
-    net = copy.deepcopy(net)
+    return by_hand(net, k, {n: None for n, m in net.named_modules() if isinstance(m, nn.Conv2d)}, beta=beta)
 
-    def share(module, args):
-        weights = decay_weights(beta, [1] * k, True) if beta else [1 / k] * k
-        return expand(aggregate(args[0], weights, k), k, args[0].shape[0])
 
-    for module in net.modules():
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_pre_hook(share)
-    return net
+def matched(method="moments", make=None, k=K):
+    """A net, and it converted by preserve and matched by a method."""
+    source = (make or narrow)()
+    fast = sj_tac.convert(source, "preserve", k)
+    fitted(fast, method)
+    return source, fast
 
 
 def watched(net, x):
@@ -61,10 +60,7 @@ def watched(net, x):
         for n, m in net.named_modules()
         if isinstance(m, (nn.BatchNorm2d, neuron.BaseNode))
     ]
-    functional.reset_net(net)
-    with torch.no_grad():
-        net(x)
-    functional.reset_net(net)
+    at_rest(net, x)
     for handle in handles:
         handle.remove()
     return found

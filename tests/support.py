@@ -48,10 +48,7 @@ def node(kind: str, v_reset: float | None = 0.0, decay_input: bool = True, tau: 
 only_v2 = pytest.mark.skipif(not host.IS_V2, reason="SpikingJelly before 2.0 cannot do this itself")
 
 # Every combination of the equations' cases: (kind, v_reset, decay_input).
-NEURONS = [
-    *product(["lif", "plif"], [None, 0.0, -0.3], [True, False]),
-    *product(["if"], [None, 0.0, -0.3], [True]),
-]
+NEURONS = [*product(["lif", "plif"], [None, 0.0, -0.3], [True, False]), *product(["if"], [None, 0.0, -0.3], [True])]
 
 
 def conv(inputs: int = 2, outputs: int = 3, **more: Any) -> nn.Module:
@@ -214,17 +211,13 @@ def recorded(net: nn.Module, kinds: Any = neuron.BaseNode) -> Iterator[dict[str,
             handle.remove()
 
 
-def differentiated(net: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
-    """Outputs of a call, gradients by parameter, and voltages by neuron; neurons are in training mode afterwards."""
-    for module in net.modules():
-        if hasattr(module, "v_threshold"):
-            module.train()  # the older host differentiates no neuron in eval mode
+@torch.no_grad()
+def at_rest(net: nn.Module, *x: torch.Tensor) -> Any:
+    """What a call gives that begins and ends at rest."""
     functional.reset_net(net)
-    net.zero_grad()
-    y = net(x)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    gradients = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-    return y.detach(), gradients, {n: m.v.detach() for n, m in net.named_modules() if hasattr(m, "v_threshold")}
+    y = net(*x)
+    functional.reset_net(net)
+    return y
 
 
 def same_state(a: nn.Module, b: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
-from support import awake, conv, node, norm
+from support import at_rest, awake, conv, node, norm
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
@@ -51,41 +51,29 @@ def clips(count=3):
 
 
 @pytest.mark.parametrize("converted", [True, False])
-def test_every_call_begins_at_rest(recorded, converted):
-    net = made(converted)
-    xs = clips()
-    call = sj_tac.capture(net, xs[0])
-    found = [call(x) for x in xs]
-    for x, out in zip(xs, found, strict=True):
-        functional.reset_net(net)
-        with torch.no_grad():
-            assert torch.equal(out, net(x))
-        assert 0.02 < out.mean() < 0.9
-    assert not torch.equal(found[0], found[1])
-
-
-@pytest.mark.parametrize("converted", [True, False])
-def test_carried_voltages_go_on_from_call_to_call(recorded, converted):
-    net = made(converted)
-    xs = clips()
-    call = sj_tac.capture(net, xs[1], state="carried")
+@pytest.mark.parametrize("state", ["reset", "carried"])
+def test_calls_begin_at_rest_or_go_on_from_the_one_before(recorded, converted, state):
+    net, xs = made(converted), clips()
+    call = sj_tac.capture(net, xs[1], state=state)
     for _ in range(2):
-        found = torch.cat([call(x) for x in xs])
+        found = [call(x) for x in xs]
         functional.reset_net(net)
-        with torch.no_grad():
-            assert torch.equal(found, torch.cat([net(x) for x in xs]))
+        for x, out in zip(xs, found, strict=True):
+            with torch.no_grad():
+                assert torch.equal(out, net(x))
+            assert 0.02 < out.mean() < 0.9
+            if state == "reset":
+                functional.reset_net(net)
         functional.reset_net(net)
-        call.reset()
-    with torch.no_grad():
-        assert not torch.equal(found[4:8], net(xs[1]))
+        if state == "carried":
+            call.reset()
+    assert torch.equal(found[1], at_rest(net, xs[1])) is (state == "reset")
 
 
 def test_the_net_is_left_at_rest_and_goes_on_by_itself(recorded):
     net = made()
     x = clips(1)[0]
-    with torch.no_grad():
-        expected = net(x)
-    functional.reset_net(net)
+    expected = at_rest(net, x)
     call = sj_tac.capture(net, x, state="carried")
     assert all(isinstance(m.v, float) for m in net.modules() if isinstance(m, neuron.BaseNode))
     with torch.no_grad():

@@ -1,18 +1,17 @@
 """Collapse: where time is compressed, who is stretched, and where frames come back."""
 
 import copy
-import warnings
 
 import pairs
 import pytest
 import torch
 from defined import backend, check, defined, given, same
 from spikingjelly.activation_based import functional, layer, neuron
-from support import awake, conv, csnn, frames, node, norm
+from support import at_rest, awake, conv, csnn, frames, node, norm
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import CaptureWarning, PolicyError
+from sj_tac.errors import PolicyError
 
 M = {"step_mode": "m"}
 
@@ -63,28 +62,13 @@ POLICIES = {
 
 
 @pairs.parametrize(
-    pool=[None, layer.MaxPool2d, layer.AvgPool2d],
-    end=["spikes", "linear", "spiking"],
-    policy=POLICIES,
-    steps=[8, 7, 2],
+    pool=[None, layer.MaxPool2d, layer.AvgPool2d], end=["spikes", "linear", "spiking"], policy=POLICIES, steps=[8, 7, 2]
 )
 def test_values_gradients_and_voltages_are_the_definitions(pool, end, policy, steps):
     side = 16 if pool is None else 2
     head = [] if end == "spikes" else [layer.Flatten(**M), layer.Linear(4 * side * side, 5, **M)]
     net = awake(Readout(pool, *head, *([node("lif")] if end == "spiking" else [])).eval().double(), inputs(8, 16))
     check(net, POLICIES[policy], inputs(steps, 16))
-
-
-def test_a_binary_collapse_is_the_operators_on_groups():
-    net, x = csnn().double(), inputs(10)
-    policy = {"default": {"k": 1}, "rules": [{"match": "0", "mode": "collapse", "k": 4, "spikes": "binary"}]}
-    with torch.no_grad():
-        y = sj_tac.convert(net, policy, backend="reference")(x)
-        groups = sj_tac.TAC(*net[:3], 4, backend="reference")(x)
-        for module in net[3:]:
-            groups = module(groups)
-    assert y.std() > 0
-    torch.testing.assert_close(y, groups.repeat_interleave(torch.tensor([4, 4, 2]), 0), rtol=1e-9, atol=1e-9)
 
 
 def test_every_neuron_behind_a_count_collapse_is_stretched_and_every_conv_computes_groups():
@@ -109,29 +93,14 @@ def test_every_neuron_behind_a_count_collapse_is_stretched_and_every_conv_comput
     assert [v.macs_after * 13 // v.macs_before for v in sj_tac.report(fast).converted] == [7, 3, 2]
 
 
-def test_the_output_keeps_t_with_each_groups_true_length_or_stays_in_groups():
-    net, x = csnn().double(), inputs(10)
-    with torch.no_grad():
-        y = sj_tac.convert(net, "collapse", 4)(x)
-        groups = sj_tac.convert(net, {"default": {"mode": "collapse", "k": 4, "emit": "groups"}})(x)
-    assert groups.shape == (3, 2, 3)
-    assert torch.equal(y, groups.repeat_interleave(torch.tensor([4, 4, 2]), 0))
-    assert y.std() > 0
-
-
-@pytest.mark.parametrize("way", ["fused", "unfused", "watched", pytest.param("compiled", marks=pytest.mark.exhaustive)])
+@pytest.mark.captured
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("spikes", ["count", "binary"])
-def test_groups_come_out_whatever_the_way(spikes, way):
+def test_groups_come_out_captured_and_not(spikes, fuse):
     net, x = awake(three_layers(), inputs(10)), inputs(10)
     default = {"mode": "collapse", "k": 2, "spikes": spikes}
-    fast = sj_tac.convert(
-        net, {"default": default | {"emit": "groups"}}, fuse=way != "unfused", backend=backend(net, spikes)
-    )
-    if way == "watched":
-        fast[3].register_full_backward_hook(lambda m, i, o: None)
-        warnings.simplefilter("ignore", CaptureWarning)
-    y = (torch.compile(fast, backend="eager") if way == "compiled" else fast)(x).detach()
-    expected = given(defined(net, sj_tac.convert(net, {"default": default})), x)["output 0"]
+    fast = sj_tac.convert(net, {"default": default | {"emit": "groups"}}, fuse=fuse, backend=backend(net, spikes))
+    y, expected = at_rest(fast, x), given(defined(net, sj_tac.convert(net, {"default": default})), x)["output 0"]
     # Each binary collapse groups the groups of the one before it.
     torch.testing.assert_close(y, expected[:: 2 if spikes == "count" else 8], rtol=1e-9, atol=1e-9)
     assert y.std() > 0
@@ -180,20 +149,6 @@ def test_folded_frames_come_out_as_they_are(fuse):
     assert sj_tac.convert(Folded(None), policy, example_input=inputs(7), fuse=fuse)(inputs(7)).shape == (14, 4, 8, 8)
 
 
-def test_k_counts_source_steps_behind_a_collapse():
-    """Behind a collapse by 2, a layer of k=4 aggregates two frames, weighted beta^2 : 1."""
-    net = awake(three_layers(), inputs(8))
-    fast, seen = sj_tac.convert(net, {"default": {"k": 4}, "rules": [{"match": "0", "mode": "collapse", "k": 2}]}), {}
-    fast[3].register_forward_hook(lambda m, a, out: seen.update(x=a[0] + 0, y=out + 0))
-    with torch.no_grad():
-        fast(inputs(8))
-        beta = 1 - 1 / 3
-        pair = (beta**2 * seen["x"][0::4] + seen["x"][2::4]) / (beta**2 + 1)
-        expected = net[3](pair).repeat_interleave(4, 0)
-    assert torch.equal(seen["x"][0::2], seen["x"][1::2])
-    torch.testing.assert_close(seen["y"], expected, rtol=1e-9, atol=1e-9)
-
-
 def test_single_step_mode_is_the_source():
     net, x = csnn(), inputs(6).float()
     fast = sj_tac.convert(net, "collapse", 4)
@@ -208,54 +163,13 @@ def test_single_step_mode_is_the_source():
         assert fast(x).shape[0] == 6
 
 
-BEHIND = {
-    "weighed steps": lambda x: (x * torch.arange(6.0, dtype=x.dtype).view(-1, 1, 1, 1, 1)).mean(0),
-    "a mean over time": lambda x: x.mean(0),
-    "other steps": lambda x: x.flip(0),
-}
-BETWEEN = {
-    "rolled samples": lambda x: x.roll(1, 1),
-    "turned maps": lambda x: x.flip(2),
-    "other channels": lambda x: torch.channel_shuffle(x, 2),
-}
-
-
-class Changed(nn.Module):
-    """Chains, behind which, or between a conv and its neuron, something is done that needs frames."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.a, self.b, self.c, self.what = *(nn.Sequential(*three_layers()[i : i + 3]) for i in (0, 3, 6)), what
-
-    def forward(self, x):
-        x = self.a(x)
-        if self.what in BETWEEN:
-            y = BETWEEN[self.what](self.b[1](self.b[0](x)).flatten(0, 1)).unflatten(0, x.shape[:2])
-            return self.c(self.b[2](y))
-        return BEHIND[self.what](self.c(self.b(x)))
-
-
-@pytest.mark.parametrize("what", BEHIND)
-def test_it_ends_before_whatever_needs_frames(what):
-    net = awake(Changed(what).eval(), inputs(6))
-    check(net, "collapse", inputs(6), k=4, example_input=inputs(6))
-
-
-@pytest.mark.parametrize("what", BETWEEN)
-def test_drives_that_are_moved_between_conv_and_neuron_are_so_fused_and_not(what):
-    net, x = awake(Changed(what).eval(), inputs(6)), inputs(6)
-    found = [given(sj_tac.convert(net, "collapse", 4, example_input=x, fuse=fuse), x) for fuse in (True, False)]
-    same(*found)
-    assert found[0]["output 0"].std() > 0
-
-
 def test_a_neuron_of_ones_own_emits_means_and_a_kept_conv_gets_groups():
     class Slow(neuron.LIFNode):
         def multi_step_forward(self, x_seq):
             return super().multi_step_forward(x_seq)
 
     net = nn.Sequential(
-        *[conv(2, 4), norm(4), node("lif"), conv(4, 4), norm(4), node("lif"), conv(4, 4), Slow(**M)],
+        *[conv(2, 4), norm(4), node("lif"), conv(4, 4), norm(4), node("lif"), conv(4, 4), Slow(**M)]
     ).double()
     policy = {"default": {"mode": "collapse", "k": 2}, "rules": [{"match": "3", "mode": "keep"}]}
     net = awake(net.eval(), inputs(5))
@@ -300,12 +214,3 @@ def test_where_a_collapse_cannot_begin_it_says_why():
     policy["rules"][0] = {"match": "conv?", "mode": "collapse"}
     check(net, policy, x)
     check(net, "collapse", x, k=3)
-
-
-def test_k_1_collapses_nothing():
-    net, x = csnn().double(), inputs(6)
-    expected = given(net, x)
-    functional.reset_net(net)
-    fast = sj_tac.convert(net, "collapse", 1)
-    assert sj_tac.report(fast).stretched == ()
-    same(given(fast, x), expected)

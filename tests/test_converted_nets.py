@@ -8,7 +8,7 @@ import quickstart
 import torch
 from defined import backend, check, defined, given, same
 from spikingjelly.activation_based import functional, layer, surrogate
-from support import awake, conv, csnn, frames, node, norm, only_v2, recorded
+from support import awake, conv, csnn, frames, node, norm, only_v2
 from torch import nn
 
 import sj_tac
@@ -99,6 +99,12 @@ def test_values_gradients_voltages_and_statistics(name, mode, more, train):
     assert {v.k for v in sj_tac.report(fast).converted} == {more["k"]}
 
 
+@pairs.parametrize(name=["every neuron", "chain"], normalize=[True, False], train=[False, True])
+def test_a_binary_collapse(name, normalize, train):
+    net, _ = build(name)
+    check(net, {"default": {"mode": "collapse", "spikes": "binary", "k": 3, "normalize": normalize}}, X, train=train)
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", NETS)
 def test_k_1_is_the_source(name, fuse):
@@ -121,6 +127,7 @@ def test_real_data(which):
     assert (y - expected).abs().gt(1e-4).float().mean() <= 0.01
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize("kind", [pytest.param("threshold", marks=only_v2), "no affine", "identity"])
 def test_every_norm(kind):
     torch.manual_seed(0)
@@ -129,63 +136,22 @@ def test_every_norm(kind):
         "no affine": lambda: [layer.BatchNorm2d(4, affine=False, **M)],
         "identity": lambda: [nn.Identity(), norm(4)],
     }[kind]
-    modules = [m for inputs in (2, 4) for m in (conv(inputs, 4), *made(), node("lif"), layer.Dropout(0.3, **M))]
-    net = nn.Sequential(*modules).double().eval()
+    net = nn.Sequential(*(m for inputs in (2, 4) for m in (conv(inputs, 4), *made(), node("lif")))).double().eval()
     for module in net:
         if getattr(module, "running_mean", None) is not None:
             module.running_mean.uniform_(-0.3, 0.3)
             module.running_var.uniform_(0.5, 2.0)
-    awake(net, X)
-    fused, unfused = (sj_tac.convert(net, "preserve", 3, fuse=fuse) for fuse in (True, False))
-    for fast in (fused, unfused):
-        fast.train()
-        sj_tac.freeze_bn(fast)
-    same(given(fused, X), given(unfused, X))
-    if kind != "threshold":
-        same(given(fused.eval(), X), given(defined(net, fused), X))
-    assert len(sj_tac.report(fused).converted) == 2
+    assert len(sj_tac.report(check(awake(net, X), "preserve", X, k=3)).converted) == 2
 
 
-@pytest.mark.parametrize("name", ["chain", "sew"])
-@pytest.mark.parametrize("policy", ["preserve", "collapse"])
-def test_hooks_anywhere_see_what_the_unfused_net_shows_and_change_nothing(name, policy):
-    net, _ = build(name)
-    shown, values = [], []
-    for fuse in (False, True):
-        fast = sj_tac.convert(net, policy, 3, fuse=fuse)
-        with torch.no_grad():
-            values.append(fast(X))
-        functional.reset_net(fast)
-        with torch.no_grad(), recorded(fast, nn.Module) as found:
-            values.append(fast(X))
-        shown.append(found)
-        # While autograd records, a backward hook on a module inside gets ordinary tensors.
-        functional.reset_net(fast)
-        fast.get_submodule("4" if name == "chain" else "conv").register_full_backward_hook(lambda m, i, o: None)
-        values.append(fast(X).detach())
-    for y in values[1:]:
-        torch.testing.assert_close(y, values[0], rtol=1e-9, atol=1e-9)
-    unfused, fused = shown
-    assert list(fused) == list(unfused)
-    for where, (expected, *_) in unfused.items():
-        value = fused[where][0]
-        assert type(value) is torch.Tensor, where
-        if policy == "collapse" and where == "2" and name == "chain":
-            # The mean is taken behind the MaxPool, or by the neuron where nothing pools: what it shows between is either.
-            expected, value = (torch.stack([g.mean(0) for g in y.split(3)]) for y in (expected, value))
-        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9, msg=where)
-
-
-def test_readers_that_want_different_groups_get_frames():
+@pytest.mark.captured
+def test_readers_that_want_different_groups_get_frames_and_a_time_constant_may_change_later():
     net, neurons = build("sew")
     policy = {"default": {"k": 2}, "rules": [{"match": "down.0", "weights": "uniform"}, {"match": "last.0", "k": 4}]}
-    check(net, policy, X, neurons)
-    # A time constant that is changed later counts, too.
-    fused, unfused = (sj_tac.convert(net, "preserve", 2, fuse=fuse) for fuse in (True, False))
-    for fast in (fused, unfused):
-        fast.node.tau = 4.0
-    with torch.no_grad():
-        torch.testing.assert_close(fused(X), unfused(X), rtol=1e-9, atol=1e-9)
+    fast = check(net, policy, X, neurons)
+    wanted = defined(net, fast, neurons)
+    fast.node.tau = wanted.node.tau = 4.0
+    same(given(fast, X), given(wanted, X))
 
 
 def test_a_drive_that_neurons_of_different_decay_read_is_weighted_for_the_first():
@@ -213,6 +179,7 @@ def test_kept_voltages_and_other_surrogates_are_named_and_right():
     assert report["4"].detail.startswith("not fused: the compiled kernels have no derivative of surrogate Rect")
 
 
+@pytest.mark.captured
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_nets(dtype):
     """The unfused BatchNorm rounds its output to half, the fused one does not."""

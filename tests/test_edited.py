@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from spikingjelly.activation_based import functional, layer
-from support import conv, frames, node, norm
+from support import at_rest, conv, frames, node, norm
 from torch import nn
 
 import sj_tac
@@ -69,17 +69,11 @@ def cut(net):
 EDITS = [adapt, leave_out, fold, cut]
 
 
-def call(net, x):
-    functional.reset_net(net)
-    with torch.no_grad():
-        return net(x)
-
-
 @pytest.mark.parametrize("edit", EDITS)
 def test_set_k_match_and_schedules_say_what_was_replaced_and_change_nothing(edit, x):
     fast = sj_tac.convert(build(), k=2)
     edit(fast)
-    before, verdicts = call(fast, x), [(v.layer, v.k) for v in sj_tac.report(fast).verdicts]
+    before, verdicts = at_rest(fast, x), [(v.layer, v.k) for v in sj_tac.report(fast).verdicts]
     actions = [
         lambda: sj_tac.set_k(fast, 3),
         lambda: sj_tac.match(fast, [x], progress=False),
@@ -90,7 +84,7 @@ def test_set_k_match_and_schedules_say_what_was_replaced_and_change_nothing(edit
             ConversionError, match=r"module '[12]\.?\d?' was converted, and is (a \w+ now|gone); the model was left"
         ):
             action()
-        close(call(fast, x), before)
+        close(at_rest(fast, x), before)
         assert [(v.layer, v.k) for v in sj_tac.report(fast).verdicts] == verdicts
 
 
@@ -102,24 +96,16 @@ def test_restore_gives_the_edited_net_which_converts_again(edit, x):
     edit(net)
     torch.manual_seed(1)
     edit(fast)
+    if edit is replace:  # another conv in the place of one is converted by set_k
+        sj_tac.set_k(fast, 3)
+        close(at_rest(fast, x), at_rest(sj_tac.convert(net, k=3), x))
     back = sj_tac.restore(fast)
-    expected = call(net, x)
-    close(call(back, x), expected)
+    expected = at_rest(net, x)
+    close(at_rest(back, x), expected)
     assert list(back.state_dict()) == list(net.state_dict())
     again = sj_tac.convert(back, k=1)
-    close(call(again, x), expected)
-    close(call(sj_tac.convert(back, k=2), x), call(sj_tac.convert(net, k=2), x))
-
-
-def test_another_conv_in_the_place_of_one_is_converted_by_set_k(x):
-    net = build()
-    fast = sj_tac.convert(net, k=2)
-    torch.manual_seed(1)
-    replace(net)
-    torch.manual_seed(1)
-    replace(fast)
-    sj_tac.set_k(fast, 3)
-    close(call(fast, x), call(sj_tac.convert(net, k=3), x))
+    close(at_rest(again, x), expected)
+    close(at_rest(sj_tac.convert(back, k=2), x), at_rest(sj_tac.convert(net, k=2), x))
 
 
 @pytest.mark.captured
@@ -127,7 +113,7 @@ def test_another_conv_in_the_place_of_one_is_converted_by_set_k(x):
 def test_a_replaced_neuron_is_reset(fuse, x):
     """The host's reset_net looks again at a net's modules where one of them is gone."""
     net = sj_tac.convert(build(), "preserve", 2, example_input=x, fuse=fuse)
-    expected = call(net, x)
+    expected = at_rest(net, x)
     functional.reset_net(net)
     net[1][2] = node("lif", v_threshold=0.3).eval()
     for _ in range(2):  # the conv in front knows the decay of the neuron that it was planned for
@@ -140,15 +126,15 @@ def test_a_replaced_neuron_is_reset(fuse, x):
 def test_a_copy_of_a_converted_net_follows_its_own_neurons(kind, x):
     net = nn.Sequential(conv(2, 6), node(kind, v_threshold=0.2), conv(6, 6), node(kind, v_threshold=0.1)).eval().double()
     net = sj_tac.convert(net, "preserve", 2, example_input=x)
-    before = call(net, x)
+    before = at_rest(net, x)
     for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        close(call(copied, x), before)
+        close(at_rest(copied, x), before)
         for module in (copied[1], copied[3]):
             if kind == "plif":
                 module.w.data.fill_(2.0)
             else:
                 module.tau = 8.0
-        assert not torch.equal(call(copied, x), before)
-        close(call(net, x), before)
+        assert not torch.equal(at_rest(copied, x), before)
+        close(at_rest(net, x), before)
     alone = pickle.loads(pickle.dumps(net[0]))
     close(alone(x)[:], net[0](x)[:])

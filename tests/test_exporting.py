@@ -12,8 +12,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from spikingjelly.activation_based import functional, layer
-from support import ZOO, awake, conv, frames, node, norm, only_v2
+from spikingjelly.activation_based import layer
+from support import at_rest, awake, conv, frames, node, norm, only_v2, zoo
 from torch import nn
 
 import sj_tac
@@ -22,14 +22,6 @@ from sj_tac.errors import ConversionError, ExportError, InputError, StateNotExpo
 
 pytestmark = only_v2
 T, N = 4, 2
-
-
-def sew_resnet18():
-    torch.manual_seed(0)
-    net = ZOO["sew_resnet18"][0]().eval()
-    functional.set_step_mode(net, "m")
-    x = frames(T, N, 3, 32, 32, rate=0.3)
-    return awake(net, x), x
 
 
 def small(kind="plif", **more):
@@ -49,14 +41,6 @@ def in_onnxruntime(path, *arguments):
     return torch.from_numpy(found.run(None, {n: x.numpy() for n, x in zip(names, arguments, strict=True)})[0])
 
 
-@torch.no_grad()
-def at_rest(net, *arguments):
-    functional.reset_net(net)
-    out = net(*arguments)
-    functional.reset_net(net)
-    return out
-
-
 def conv_samples(path, x):
     """Frames that go through every Conv when the file runs on x: the graph's own tensors, as onnxruntime computes them."""
     model = onnx.load(str(path))
@@ -69,7 +53,7 @@ def conv_samples(path, x):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("make", [small, pytest.param(sew_resnet18, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("make", [small, pytest.param(lambda: zoo("sew_resnet18"), marks=pytest.mark.exhaustive)])
 def test_the_file_computes_what_the_definition_does(make, k, tmp_path):
     """Beside SpikingJelly itself at k = 1, and beside preserve written out in plain PyTorch at the others."""
     source, x = make()
@@ -229,11 +213,7 @@ def training(name):
         (hooked, ExportError, r"forward hooks of yours hang on \['body.1'\]"),
         (lambda: converted(policy=HALF, backend="reference"), ExportError, "'body.0' computes in torch.bfloat16"),
         (lambda: Deciding(lambda y: y).eval(), ConversionError, "is not a converted model"),
-        (
-            lambda: converted(lambda y: y if y.sum() > 3 else -y),
-            ExportError,
-            "torch.export cannot follow the forward of",
-        ),
+        (lambda: converted(lambda y: y if y.sum() > 3 else -y), ExportError, "torch.export cannot follow the forward of"),
         (lambda: converted(lambda y: torch.special.bessel_j0(y)), ExportError, "torch.onnx cannot write this net down"),
         (lambda: converted(lambda y: y + torch.rand(1)), ExportError, "outputs differ by .*, and no spike does"),
     ],

@@ -34,29 +34,18 @@ def voltages(net):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NETS)
-def test_k1_is_the_source(name, layout):
-    net, x = there(name, layout)
-    fast = sj_tac.convert(net, "preserve", 1)
-    before = RUNS["fire", "cupy"]
-    expected, found = net(x), fast(x)
-    assert RUNS["fire", "cupy"] > before
-    assert expected.std() > 0
-    assert (found - expected).abs().mean() < 0.05 * expected.abs().mean() + 0.02
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("policy", "k"), [("preserve", 2), ("preserve", 3), ("collapse", 2)])
+@pytest.mark.parametrize(("policy", "k"), [("preserve", 1), ("preserve", 2), ("preserve", 3), ("collapse", 2)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NETS)
 def test_fused_is_unfused(name, layout, policy, k):
     net, x = there(name, layout)
-    plain, fast = sj_tac.convert(net, policy, k, fuse=False), sj_tac.convert(net, policy, k)
+    plain, fast = sj_tac.convert(net, policy, k, fuse=False) if k > 1 else net, sj_tac.convert(net, policy, k)
+    before = RUNS["fire", "cupy"]
     for _ in range(2):  # the second call goes on from the first one's voltages
         expected, found = plain(x), fast(x)
         assert expected.std() > 0
         assert (found - expected).abs().mean() < 0.05 * expected.abs().mean() + 0.02
+    assert RUNS["fire", "cupy"] > before
     assert all(v.device.type == "cuda" for v in voltages(fast))
 
 

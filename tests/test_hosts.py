@@ -9,8 +9,9 @@ import hosts
 import pytest
 import quickstart
 import torch
-from spikingjelly.activation_based import base, functional, layer, neuron
-from support import conv, frames, node, norm
+from defined import given, same
+from spikingjelly.activation_based import functional, layer, neuron
+from support import conv, frames, norm
 from torch import nn
 
 import sj_tac
@@ -79,14 +80,6 @@ def test_code_that_names_a_backend_converts():
         torch.testing.assert_close(fast(x), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_which_host_this_is():
-    assert hasattr(base.MemoryModule, "materialize_states") == host.IS_V2
-    fast = sj_tac.convert(nn.Sequential(conv(), norm(), node("lif", v_threshold=0.3)))
-    with torch.no_grad():
-        fast(frames(4, 2, 2, 6, 6))
-    assert fast[2].v.shape == (2, 3, 6, 6)
-
-
 NEURONS = {"LIF": neuron.LIFNode, "IF": neuron.IFNode, "PLIF": neuron.ParametricLIFNode}
 NODES = pytest.mark.parametrize(("kind", "v_reset"), [("LIF", None), ("LIF", 0.0), ("IF", None), ("PLIF", -0.1)])
 
@@ -98,26 +91,17 @@ def one_neuron(kind, v_reset, v_threshold):
     return nn.Sequential(conv(2, 6), norm(6), spiking).double()
 
 
-def ran(net, x):
-    """Spikes, last voltages and gradients of a call in training mode."""
-    net.train()
-    functional.reset_net(net)
-    y = net(x)
-    (y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    return [y.detach(), net[2].v.detach(), *(p.grad for p in net.parameters())]
-
-
 @NODES
 @pytest.mark.parametrize("mode", ["preserve", "collapse"])
 def test_a_trained_threshold_has_the_sources_gradient(kind, v_reset, mode):
     """SpikingJelly before 2.0 passes a threshold no gradient through a soft reset, and neither does a converted net."""
     source, x = one_neuron(kind, v_reset, nn.Parameter(torch.tensor(0.4))), frames(6, 3, 2, 7, 7, dtype=torch.float64)
     made = [sj_tac.convert(copy.deepcopy(source), mode, k, fuse=fuse) for k in (1, 2) for fuse in (True, False)]
-    of_source, *found = [ran(net, x) for net in (source, *made)]
-    assert 0.05 < of_source[0].mean() < 0.6
+    of_source, *found = [given(net.train(), x) for net in (source, *made)]
+    assert 0.05 < of_source["output 0"].mean() < 0.6
     pairs = [(found[0], of_source), (found[1], of_source)] if mode == "preserve" else []
     for got, expected in [*pairs, (found[0], found[1]), (found[2], found[3])]:
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+        same(got, expected)
     by_the_host = v_reset is None and not host.IS_V2
     assert ("v_threshold is trained" in str(sj_tac.report(made[2]))) is by_the_host
 
@@ -142,15 +126,12 @@ def test_a_threshold_without_end_leaves_the_sources_voltages(kind, v_reset, thre
     source, x = one_neuron(kind, v_reset, threshold), frames(6, 3, 2, 7, 7, dtype=torch.float64)
     for k in (1, 2):
         fused, unfused = [sj_tac.convert(copy.deepcopy(source), "preserve", k, fuse=fuse) for fuse in (True, False)]
-        nets = [fused, unfused, *([source] if k == 1 else [])]
-        got, *others = [ran(net, x)[:2] for net in nets]
-        with torch.no_grad():
-            for net in nets:
-                functional.reset_net(net.eval())
-            again, *others_again = [[net(x), net[2].v] for net in nets]
-        for one, other in [*((got, o) for o in others), *((again, o) for o in others_again)]:
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, equal_nan=True)
-    assert v_reset is not None or threshold == -math.inf or got[1].isnan().all()
+        for training, grad in ((True, True), (False, False)):
+            shown = [given(net.train(training), x, grad) for net in (fused, unfused, *([source] if k == 1 else []))]
+            values = [{name: value for name, value in of.items() if not name.startswith("gradient")} for of in shown]
+            for other in values[1:]:
+                torch.testing.assert_close(values[0], other, rtol=1e-9, atol=1e-9, equal_nan=True)
+            assert v_reset is not None or threshold == -math.inf or values[0]["voltage of 2"].isnan().all()
 
 
 @pytest.mark.parametrize("fuse", [True, False])

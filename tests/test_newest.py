@@ -24,18 +24,8 @@ def held():
 def newest():
     """Return what pip would install today, by name."""
     free = {k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"}
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--quiet",
-        "--report",
-        "-",
-        ".[test]",
-    ]
+    options = ["--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    command = [sys.executable, "-m", "pip", "install", *options, ".[test]"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=free)
     if done.returncode:
         pytest.skip(f"pip resolves nothing here: {done.stderr[-300:]}")
@@ -52,17 +42,7 @@ def test_conversion_works_with_the_newest_versions(tmp_path):
         return
     wanted = [f"{name}=={version}" for name, version in moved.items()]
     python = hosts.environment(tmp_path / "venv", *wanted)
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/test_convert.py",
-        "tests/test_saving.py",
-    ]
+    options = ["-n", "0", "-q", "-p", "no:cacheprovider"]
+    command = [python, "-m", "pytest", *options, "tests/test_convert.py", "tests/test_saving.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, f"with {', '.join(wanted)}:\n{done.stdout[-5000:]}"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import sj_tac
-from sj_tac.policy import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -38,10 +37,7 @@ def test_readme_is_short_and_names_both_commands():
     assert len(README.splitlines()) <= 130
 
 
-def test_readme_links_to_what_is_there_and_shows_what_was_measured():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert len(links) > 20
-    assert [link for link in links if not ROOT.joinpath(link.partition("#")[0]).exists()] == []
+def test_readme_shows_what_was_measured():
     measured = ROOT / "benchmarks" / "results" / "inference-cpu-kept-memory-2026-11-27.json"
     rows = {row["name"]: row for row in json.loads(measured.read_text())["results"]["paper-dvs"]}
     fastest = min(row["ms"] for name, row in rows.items() if name.startswith("SpikingJelly"))
@@ -50,12 +46,6 @@ def test_readme_links_to_what_is_there_and_shows_what_was_measured():
     for name, ms, ratio in shown:
         row = rows[f"sj_tac {name}"]
         assert (ms, ratio) == (f"{row['ms']:.0f}", f"{fastest / row['ms']:.2f}")
-
-
-def test_the_page_of_policies_names_every_key():
-    page = (ROOT / "docs" / "howto" / "policy.md").read_text()
-    for key in Settings.model_fields:
-        assert f"`{key}`" in page
 
 
 # Each needs a process of its own.
@@ -202,11 +192,6 @@ def test_the_registers_in_the_docs_are_those_that_the_script_found():
     rows = json.loads(newest.read_text())["kernels"]
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert registers.page_table(rows) in page
-    backward = rows["backward, float32, 2x2 pool, k=2"]["sm_90"]
-    assert backward["registers"] <= 130
-    assert backward["instructions"] <= 5000
-    for architecture in ("sm_80", "sm_90"):
-        assert rows["forward, float32, 2x2 pool, k=2"][architecture]["loop"] <= 140
     assert len(rows) == 64
     spilled = {a: max(row[a]["spill_bytes"] for row in rows.values()) for a in next(iter(rows.values()))}
     assert len(spilled) >= 7

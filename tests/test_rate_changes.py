@@ -11,7 +11,7 @@ from support import awake, conv, frames, node, norm, same_state
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import BatchError, BatchNormMovedWarning, MatchedStatisticsWarning, NewParametersWarning, PolicyError
+from sj_tac.errors import BatchError, BatchNormMovedWarning, MatchedStatisticsWarning, PolicyError
 
 X = frames(8, 4, 2, 8, 8, dtype=torch.float64)
 NORMS = ("1", "4", "7")
@@ -135,10 +135,14 @@ def test_a_schedule_that_fails_gives_every_layer_its_own_k_back():
     net = sj_tac.convert(
         source(), {"default": {"mode": "collapse", "k": 8}, "rules": [{"match": "0", "mode": "collapse", "k": 2}]}
     )
-    before = [v.k for v in sj_tac.report(net).converted]
-    with pytest.raises(BatchError):
-        sj_tac.KSchedule(net, {0: 3}, batches=[torch.zeros(2)]).step(0)
-    assert [v.k for v in sj_tac.report(net).converted] == before == [2, 8, 8]
+    before, state = [v.k for v in sj_tac.report(net).converted], copy.deepcopy(net.state_dict())
+    for batch in (torch.zeros(2), torch.full_like(X, torch.nan)):
+        schedule = sj_tac.KSchedule(net, {0: 3}, batches=[batch])
+        with pytest.raises(BatchError):
+            schedule.step(0)
+        assert [v.k for v in sj_tac.report(net).converted] == before == [2, 8, 8]
+        torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
+        assert schedule.current is None
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -155,20 +159,20 @@ def test_all_norms_whose_frames_change_are_warned_of(k):
         sj_tac.set_k(net, k)  # nothing changes
 
 
-def test_norms_whose_frames_stay_are_not_warned_of():
-    rules = [{"match": "0", "mode": "collapse", "k": 2}, {"match": "6", "mode": "collapse", "k": 4}]
-    net = train(sj_tac.convert(source(), {"default": {"mode": "keep"}, "rules": rules}))
+@pytest.mark.parametrize(
+    ("default", "ks", "change", "named"),
+    [
+        ({"mode": "keep"}, {"0": 2, "6": 4}, (8, "6"), "['6']"),
+        ({"mode": "preserve", "k": 1}, {"0": 4}, (1, "0"), "['0', '3', '6']"),
+    ],
+    ids=["frames stay", "a converted layer of k=1 behind a collapse learns from aggregated frames"],
+)
+def test_norms_are_warned_of_where_their_frames_change(default, ks, change, named):
+    rules = [{"match": name, "mode": "collapse", "k": k} for name, k in ks.items()]
+    net = train(sj_tac.convert(source(), {"default": default, "rules": rules}))
     with pytest.warns(BatchNormMovedWarning) as warned:
-        sj_tac.set_k(net, 8, "6")
-    assert "['6']" in str(warned[0].message)
-
-
-def test_a_converted_layer_of_k_1_behind_a_collapse_learns_from_aggregated_frames():
-    rules = [{"match": "0", "mode": "collapse", "k": 4}]
-    net = train(sj_tac.convert(source(), {"default": {"mode": "preserve", "k": 1}, "rules": rules}))
-    with pytest.warns(BatchNormMovedWarning) as warned:
-        sj_tac.set_k(net, 1, "0")
-    assert "['0', '3', '6']" in str(warned[0].message)
+        sj_tac.set_k(net, *change)
+    assert named in str(warned[0].message)
 
 
 @pytest.mark.parametrize("first", [4, 1])
@@ -223,21 +227,6 @@ def test_freezing_at_single_frames_leaves_norms_alone_that_are_to_learn_from_the
     assert of(net.train(), "4").training
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_norms_that_are_remembered_compute_what_the_sources_do(fuse):
-    net = sj_tac.convert(source(), behind(), fuse=fuse)
-    sj_tac.freeze_bn(net)
-    sj_tac.set_k(net, 1)
-    plain = source()
-    torch.testing.assert_close(net.eval()(X), plain(X), rtol=1e-9, atol=1e-9)
-    sj_tac.freeze_bn(net, False)
-    for each in (net, plain):
-        functional.reset_net(each.train())
-    torch.testing.assert_close(net(X), plain(X))
-    for name in NORMS:
-        torch.testing.assert_close(of(net, name).running_var, of(plain, name).running_var)
-
-
 def test_a_matched_checkpoint_is_still_known_at_single_frames(tmp_path):
     net = sj_tac.convert(source(), behind())
     for name in NORMS:  # as if "moments" had come nearest
@@ -275,13 +264,3 @@ def test_a_schedule_of_other_layers_leaves_learned_weights_alone():
     # Behind the collapse of the first its groups are what that leaves of them.
     with pytest.raises(PolicyError, match=r"k=2 gives \['3'\]"):
         sj_tac.KSchedule(net, {0: 2}, layers="0")
-
-
-def test_set_k_says_that_weights_are_new_in_training():
-    net = learning(1)
-    sj_tac.set_k(net, 2)  # nobody trains
-    sj_tac.set_k(net, 1)
-    train(net).eval()
-    with pytest.warns(NewParametersWarning, match=r"tac_logits of \['0'\] .*add_param_group") as warned:
-        quietly_at(net, 4)
-    assert warned[0].filename == __file__

@@ -1,5 +1,6 @@
 """Generated tables of docs say what benchmarks/results holds; no builder of SpikingJelly's zoo is left out."""
 
+import importlib
 import inspect
 import json
 from pathlib import Path
@@ -30,21 +31,14 @@ ROWS = {row["name"]: row for row in json.loads(NEWEST.read_text())["rows"]}
 
 def builders():
     """Every function of the zoo that takes a neuron and makes a net, and the classes that have no such function."""
-    from spikingjelly.activation_based import model
-    from spikingjelly.activation_based.model import (
-        parametric_lif_net,
-        sew_resnet,
-        spiking_resnet,
-        spiking_vgg,
-        spiking_vggws_ottt,
-    )
-
+    kinds = ("parametric_lif_net", "sew_resnet", "spiking_resnet", "spiking_vgg", "spiking_vggws_ottt")
+    modules = [importlib.import_module(f"spikingjelly.activation_based.model.{kind}") for kind in kinds]
     found = {"SNASNet", "SpikeDHS"}
-    for module in (model, parametric_lif_net, sew_resnet, spiking_resnet, spiking_vgg, spiking_vggws_ottt):
+    for module in (importlib.import_module("spikingjelly.activation_based.model"), *modules):
         for name in module.__all__:
             value = getattr(module, name)
             takes_neuron = callable(value) and "spiking_neuron" in inspect.signature(value).parameters
-            if takes_neuron and (inspect.isfunction(value) or module is parametric_lif_net):
+            if takes_neuron and (inspect.isfunction(value) or module is modules[0]):
                 found.add(name)
     return found
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from matched import X, narrow
 from safetensors.torch import load_file
-from spikingjelly.activation_based import functional, layer
-from support import conv, csnn as made, frames, node, norm, same_state
+from spikingjelly.activation_based import layer
+from support import at_rest, conv, csnn as made, frames, node, norm, same_state
 from torch import nn
 
 import sj_tac
@@ -15,14 +15,6 @@ from sj_tac.errors import CheckpointError
 
 FRAMES = frames(8, 3, 2, 8, 8)
 NET = made()
-
-
-@torch.no_grad()
-def out(net, x=FRAMES):
-    functional.reset_net(net)
-    y = net(x)
-    functional.reset_net(net)
-    return y
 
 
 def csnn():
@@ -68,8 +60,8 @@ def test_the_same_net_again(tmp_path, name):
     model = fresh()
     before = copy.deepcopy(model.state_dict())
     again = sj_tac.load(path, model)
-    assert torch.equal(out(again), out(fast))
-    assert out(fast).sum() > 0
+    assert torch.equal(at_rest(again, FRAMES), at_rest(fast, FRAMES))
+    assert at_rest(fast, FRAMES).sum() > 0
     assert same_state(again, fast)
     assert sj_tac.policy_of(again) == sj_tac.policy_of(fast) == sj_tac.report(again).policy
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
@@ -92,7 +84,7 @@ def test_as_it_now_is_after_set_k_and_unfused(tmp_path):
     assert [(v.layer, v.k, v.kernel) for v in sj_tac.report(again).converted] == [
         ("0", 4, "reference"), ("4", 8, "reference"), ("8", 4, "reference")
     ]  # fmt: skip
-    assert torch.equal(out(again), out(fast))
+    assert torch.equal(at_rest(again, FRAMES), at_rest(fast, FRAMES))
 
 
 def test_what_match_wrote_can_be_taken_back_from_the_file(tmp_path):
@@ -105,26 +97,12 @@ def test_what_match_wrote_can_be_taken_back_from_the_file(tmp_path):
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     again = sj_tac.load(tmp_path / "net.safetensors", model)
-    assert torch.equal(out(again, X), out(fast, X))
+    assert torch.equal(at_rest(again, X), at_rest(fast, X))
     assert "matched by 'moments'" in str(sj_tac.report(again).notes)
     assert sj_tac.report(again).notes == sj_tac.report(fast).notes
     assert same_state(sj_tac.restore(again), source)
     sj_tac.match(again, undo=True)
     assert same_state(again, source)
-
-
-def test_recalibrated_and_frozen_norms_stay_so(tmp_path):
-    fast = sj_tac.convert(csnn(), "preserve", 4)
-    source = copy.deepcopy(fast.state_dict())
-    sj_tac.recalibrate(fast, FRAMES)
-    sj_tac.freeze_bn(fast)
-    sj_tac.save(fast, tmp_path / "net.pt")
-    again = sj_tac.load(tmp_path / "net.pt", fresh())
-    with pytest.warns(sj_tac.errors.BatchNormMovedWarning):
-        sj_tac.set_k(sj_tac.load(tmp_path / "net.pt", fresh()), 2)
-    assert again.train()[1].training is False
-    assert sj_tac.recalibrate(again, undo=True) == ["1", "5"]
-    assert all(torch.equal(again.state_dict()[key], value) for key, value in source.items())
 
 
 class Tied(nn.Module):
@@ -160,7 +138,7 @@ def test_tied_tensors_are_tied_again(tmp_path):
         assert again.empty is not again.also_empty
         assert torch.equal(again.conjugate, fast.conjugate)
         assert [n for n, _ in again.named_parameters()] == [n for n, _ in fast.named_parameters()]
-        assert torch.equal(out(again), out(fast))
+        assert torch.equal(at_rest(again, FRAMES), at_rest(fast, FRAMES))
     assert model.body[0].weight is not again.body[0].weight
     # Parameters of their own in one memory stay two; what was apart may not be one in the model.
     fast = sj_tac.convert(Tied())
@@ -184,7 +162,7 @@ def test_slices_of_one_memory_are_written_apart(tmp_path):
     assert (tmp_path / "net.pt").stat().st_size < 40_000
     # The first bytes say what a file is, not its name.
     (tmp_path / "net.pt").rename(tmp_path / "net.safetensors")
-    assert torch.equal(out(sj_tac.load(tmp_path / "net.safetensors", Tied())), out(fast))
+    assert torch.equal(at_rest(sj_tac.load(tmp_path / "net.safetensors", Tied()), FRAMES), at_rest(fast, FRAMES))
 
 
 def test_memory_formats_are_kept(tmp_path):
@@ -198,7 +176,7 @@ def test_memory_formats_are_kept(tmp_path):
             assert {k: v.stride() for k, v in again.state_dict().items()} == {
                 k: v.stride() for k, v in fast.state_dict().items()
             }
-            assert torch.equal(out(again), out(fast))
+            assert torch.equal(at_rest(again, FRAMES), at_rest(fast, FRAMES))
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), [(torch.bfloat16, "safetensors"), (torch.float64, "pt")])
@@ -261,8 +239,8 @@ def test_nets_by_hand(tmp_path):
     sj_tac.save(net.eval(), path)
     model = ByHand().eval()
     again = sj_tac.load(path, model)
-    assert torch.equal(out(again), out(net))
-    assert out(net).sum() > 0
+    assert torch.equal(at_rest(again, FRAMES), at_rest(net, FRAMES))
+    assert at_rest(net, FRAMES).sum() > 0
     assert not torch.equal(model.first.conv.weight, again.first.conv.weight)
     with pytest.raises(CheckpointError, match=r"layer 'first.conv' has k=4, and this model k=2"):
         sj_tac.load(path, ByHand(k=2))

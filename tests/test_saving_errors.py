@@ -7,9 +7,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from idioms.miniatures import OwnNeuron
 from safetensors.torch import load_file, safe_open, save_file
 from spikingjelly.activation_based import functional, layer
-from support import conv, csnn, frames, node
+from support import at_rest, conv, csnn as awake_csnn, node
+from test_saving import FRAMES, csnn
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -17,14 +19,6 @@ import sj_tac
 from sj_tac.errors import CheckpointError, ConversionError, ModelTypeError, WriteError
 from sj_tac.host import registry
 from sj_tac.support import archive
-
-FRAMES = frames(8, 3, 2, 8, 8)
-NET = csnn()
-
-
-def csnn_again():
-    """``csnn()``, without waking it up again."""
-    return copy.deepcopy(NET)
 
 
 def description(path):
@@ -39,7 +33,7 @@ def with_description(path, **changes):
 @pytest.fixture
 def saved(tmp_path):
     """A matched net's files of both kinds."""
-    fast = sj_tac.convert(csnn_again(), "preserve", 4)
+    fast = sj_tac.convert(csnn(), "preserve", 4)
     sj_tac.recalibrate(fast, FRAMES)
     for name in ("net.safetensors", "net.pt"):
         sj_tac.save(fast, tmp_path / name)
@@ -50,7 +44,7 @@ def refused(path, words, model=None, error=CheckpointError, **options):
     """The message; the model is as it was, in place, too."""
     options = {"example_input": FRAMES} | options
     for inplace in (False, True):
-        net = csnn_again() if model is None else copy.deepcopy(model)
+        net = csnn() if model is None else copy.deepcopy(model)
         before, classes = copy.deepcopy(net.state_dict()), [type(m) for m in net.modules()]
         with pytest.raises(error, match=words) as raised:
             sj_tac.load(path, net, inplace=inplace, **options)
@@ -69,7 +63,7 @@ def test_a_file_that_is_cut_off_anywhere(saved, name):
     for size in {0, 1, 4, 9, 100, len(whole) // 2, len(whole) - 1}:
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"cut off or damaged|was not written by sj_tac.save"):
-            sj_tac.load(path, csnn_again())
+            sj_tac.load(path, csnn())
     refused(path, str(path))
 
 
@@ -78,7 +72,7 @@ def test_a_bit_that_flipped_in_a_tensor_is_noticed(saved, name):
     """One bit of any tensor, those of the corrections among them; no other check sees it."""
     content = archive.read(saved / name)
     whole = (saved / name).read_bytes()
-    assert sj_tac.load(saved / name, csnn_again()) is not None
+    assert sj_tac.load(saved / name, csnn()) is not None
     path = saved / f"flipped{name[3:]}"
     flipped = []
     for key, tensor in (*content.state.items(), *content.more.items()):
@@ -89,7 +83,7 @@ def test_a_bit_that_flipped_in_a_tensor_is_noticed(saved, name):
         flipped.append(key)
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(CheckpointError, match="is damaged: its tensors are not those that were written"):
-            sj_tac.load(path, csnn_again())
+            sj_tac.load(path, csnn())
     assert {"0.weight", "8.bias", "before:1:running_mean"} <= set(flipped)
     refused(path, str(path))
 
@@ -103,7 +97,7 @@ class Evil:
 
 def test_foreign_files(saved, monkeypatch):
     monkeypatch.chdir(saved)
-    net = csnn_again()
+    net = csnn()
     torch.save(net.state_dict(), "state.pt")
     refused("state.pt", r"state.pt holds keys .*was not written by sj_tac.save; load a state_dict into the model as ever")
     save_file(net.state_dict(), "state.safetensors")
@@ -131,7 +125,7 @@ def test_what_the_file_says_of_itself(saved):
     }  # fmt: skip
     # A file of format 1 has no checksum.
     with_description(path, **({k: v for k, v in good.items() if k != "checksum"} | {"format": 1}))
-    assert sj_tac.load(path, csnn_again()) is not None
+    assert sj_tac.load(path, csnn()) is not None
     with_description(path, **(good | {"format": 3, "versions": {"sj_tac": "9.9"}}))
     refused(path, "of format 3, written by sj_tac 9.9; this is sj_tac .* pip install --upgrade")
     for changes, words in (
@@ -149,15 +143,15 @@ def test_what_the_file_says_of_itself(saved):
         refused(path, words)
     with_description(path, **(good | {"policy": {"rules": [{"match": "0", "k": 10**9}]}}))
     refused(path, r"the policy in .*net.safetensors: rules\[0\].k is 1000000000", error=sj_tac.errors.PolicyError)
-    expanded = csnn_again()
+    expanded = csnn()
     expanded.register_buffer("shift", torch.ones(1).expand(3))
     sj_tac.save(sj_tac.convert(expanded), path)
     refused(path, "'shift' of the model is expanded", expanded)
     # Strides that are none are not followed.
-    sj_tac.save(sj_tac.convert(csnn_again()), path)
+    sj_tac.save(sj_tac.convert(csnn()), path)
     good = description(path)
     with_description(path, **(good | {"strides": {"0.weight": [10**12, 1, 1, 1], "4.weight": [-1], "8.weight": []}}))
-    assert sj_tac.load(path, csnn_again())[0].weight.is_contiguous()
+    assert sj_tac.load(path, csnn())[0].weight.is_contiguous()
     for text in ("", "[]", "[" * 100_000):
         save_file(load_file(path), path, {"sj_tac": text})
         refused(path, "it is damaged")
@@ -165,11 +159,11 @@ def test_what_the_file_says_of_itself(saved):
 
 def test_models_that_are_others(saved):
     path = saved / "net.safetensors"
-    refused(path, r"'0.weight' is \[4, 2, 3, 3\] there, and \[5, 2, 3, 3\] in the model", csnn(channels=5))
-    longer = csnn_again()
+    refused(path, r"'0.weight' is \[4, 2, 3, 3\] there, and \[5, 2, 3, 3\] in the model", awake_csnn(channels=5))
+    longer = csnn()
     longer.append(layer.Linear(3, 3, step_mode="m"))
     refused(path, r"does not fit this Sequential: it has no \['15.weight', '15.bias'\]", longer)
-    shorter = csnn_again()[:12]
+    shorter = csnn()[:12]
     refused(path, r"the model has no \['12.bias', '12.weight'\]", shorter)
     for change, words in (
         (lambda net: setattr(net[2], "v_threshold", 7.0), "'2' has v_threshold=.*, and this model v_threshold=7.0"),
@@ -178,25 +172,25 @@ def test_models_that_are_others(saved):
         (lambda net: net.__setitem__(6, node("if", v_threshold=net[6].v_threshold)), "has neuron='LIFNode'"),
         (lambda net: setattr(net[3], "ceil_mode", True), "'3' has ceil_mode=False"),
     ):
-        net = csnn_again()
+        net = csnn()
         change(net)
         refused(path, words, net)
-    single = csnn_again()
+    single = csnn()
     functional.set_step_mode(single, "s")
     refused(path, "does not run on example_input", single, error=ConversionError)
-    net = csnn_again()
+    net = csnn()
     with pytest.raises(ConversionError, match="cannot be converted again"):
         sj_tac.load(path, sj_tac.convert(net))
     with pytest.raises(ModelTypeError, match="got str"):
         sj_tac.load(path, "net")
     with pytest.raises(CheckpointError, match=r"'0.weight' of the model is on the meta device; model.to_empty"):
-        sj_tac.load(path, csnn_again().to("meta"))
+        sj_tac.load(path, csnn().to("meta"))
     with pytest.raises(TypeError, match="unexpected keyword argument 'strict'"):
         sj_tac.load(path, net, strict=False)
 
 
 def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, monkeypatch):
-    path, fast = tmp_path / "net.safetensors", sj_tac.convert(csnn_again(), "preserve", 2)
+    path, fast = tmp_path / "net.safetensors", sj_tac.convert(csnn(), "preserve", 2)
     sj_tac.save(fast, path)
     before = path.read_bytes()
 
@@ -207,9 +201,9 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, monkeypatch):
         assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
     fails("the suffix says what is written: .safetensors", fast, to=tmp_path / "net.ckpt")
-    fails("not a converted model", csnn_again(), ConversionError)
+    fails("not a converted model", csnn(), ConversionError)
     fails("got str", "net", ModelTypeError)
-    outer = nn.Sequential(sj_tac.convert(csnn_again()))
+    outer = nn.Sequential(sj_tac.convert(csnn()))
     fails("its module '0' is: call save on that", outer, ConversionError)
     fails("on the meta device", copy.deepcopy(fast).to("meta"))
     late = copy.deepcopy(fast)
@@ -238,36 +232,28 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path, monkeypatch):
     fails("No space left", fast, WriteError)
 
 
-def out(net):
-    functional.reset_net(net)
-    with torch.no_grad():
-        y = net(FRAMES)
-    functional.reset_net(net)
-    return y
-
-
 def test_pruned_nets_go_into_models_that_are_pruned_alike(tmp_path):
     """Pruned weights are computed, so that such a net cannot be copied: convert and load in place."""
-    source = csnn_again()
+    source = csnn()
     prune.l1_unstructured(source[4], "weight", 0.5)
     fast = sj_tac.convert(source, "preserve", 2, inplace=True)
-    wanted = out(fast)
+    wanted = at_rest(fast, FRAMES)
     sj_tac.save(fast, tmp_path / "net.safetensors")
     refused(tmp_path / "net.safetensors", r"it has no \['4.weight'\]; the model has no \['4.weight_mask', '4.weight_orig'")
-    model = csnn_again()
+    model = csnn()
     prune.random_unstructured(model[4], "weight", 0.3)
     with pytest.raises(ConversionError, match="inplace=True"):
         sj_tac.load(tmp_path / "net.safetensors", model)
     again = sj_tac.load(tmp_path / "net.safetensors", model, inplace=True)
     assert again is model
-    assert torch.equal(out(again), wanted)
+    assert torch.equal(at_rest(again, FRAMES), wanted)
     assert torch.equal(again[4].weight_mask, fast[4].weight_mask)
 
 
 @pytest.mark.parametrize(("kind", "other"), [(float, torch.tensor), (torch.tensor, float)])
 def test_thresholds_that_are_tensors_are_compared(kind, other, tmp_path):
     def build(threshold):
-        net = csnn_again()
+        net = csnn()
         net[2].v_threshold = threshold
         return net
 
@@ -277,29 +263,15 @@ def test_thresholds_that_are_tensors_are_compared(kind, other, tmp_path):
     assert sj_tac.load(tmp_path / "net.pt", build(other(0.15)))[2].v_threshold == pytest.approx(0.15)
 
 
-class Leaky(nn.Module):
-    """A neuron of one's own, at the module's top so that it can be pickled."""
-
-    step_mode = "m"
-
-    def forward(self, x):
-        v, spikes = torch.zeros_like(x[0]), []
-        for drive in x:
-            v = v * 0.7 + drive
-            spikes.append((v >= 0.3).to(x))
-            v = v - spikes[-1] * 0.3
-        return torch.stack(spikes)
-
-
 def test_a_pickled_net_whose_neurons_are_not_registered_here(monkeypatch):
     """Weights would be those of another neuron, and the report would say that all is as it was."""
-    net = nn.Sequential(layer.Conv2d(2, 4, 3, step_mode="m"), Leaky()).eval()
+    net = nn.Sequential(layer.Conv2d(2, 4, 3, step_mode="m"), OwnNeuron()).eval()
     monkeypatch.setattr(registry, "_NEURONS", dict(registry._NEURONS))
-    sj_tac.register_neuron(Leaky, decay=0.7)
+    sj_tac.register_neuron(OwnNeuron, decay=0.7)
     held = pickle.dumps(sj_tac.convert(net, k=2, example_input=torch.rand(4, 2, 2, 8, 8)))
     assert sj_tac.report(pickle.loads(held)).converted
-    del registry._NEURONS[Leaky]
+    del registry._NEURONS[OwnNeuron]
     with pytest.raises(
-        ConversionError, match=r"layer '0' .*Leaky, which is not registered in this process.*register_neuron"
+        ConversionError, match=r"layer '0' .*OwnNeuron, which is not registered in this process.*register_neuron"
     ):
         pickle.loads(held)

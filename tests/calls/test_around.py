@@ -6,24 +6,11 @@ import pickle
 import pairs
 import pytest
 import torch
-from comparing import (
-    CLOSE,
-    Situation,
-    Way,
-    agrees,
-    definitions,
-    learning,
-    nothing,
-    policy_of,
-    run,
-    same,
-    same_as_one,
-    unmark,
-)
-from definition import define, settings_of
+from comparing import Way, agrees, definitions, nothing, policy_of, run, same, same_as_one
+from definition import unmark
 from forwards import build, lif, spikes_in, straight
 from spikingjelly.activation_based import functional, layer
-from support import frames, only_v2
+from support import at_rest, frames, only_v2
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
@@ -31,6 +18,7 @@ from torch.nn.utils import parametrizations, prune
 import sj_tac
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was planned")
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 BOTH = pytest.mark.parametrize("mode", ["preserve", "collapse"])
 
 
@@ -39,12 +27,6 @@ def pair(mode="preserve", k=2, **more):
     source = build(**more)
     fast = sj_tac.convert(source, policy_of(mode, k))
     return fast, definitions(source, fast, nothing)
-
-
-def quiet(net, x):
-    functional.reset_net(net)
-    with torch.no_grad():
-        return net(x)
 
 
 @BOTH
@@ -57,14 +39,14 @@ def test_an_interrupted_call_leaves_nothing_behind(mode):
 
     handle = fast.c.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        quiet(fast, x)
+        at_rest(fast, x)
     handle.remove()
 
     def call(net, x):
         return net.b(net.a(x)).mul(1.0).sum((3, 4)), net.c[0](net.a(x))
 
-    same_as_one(run(fast, z, call=call), [run(n, z, call=call, marks=True) for n in others], "a part after an interrupt")
-    same_as_one(run(fast, x), [run(n, x, marks=True) for n in others], "the net after an interrupt")
+    same_as_one(run(fast, z, call=call), [run(n, z, call=call) for n in others], "a part after an interrupt")
+    same_as_one(run(fast, x), [run(n, x) for n in others], "the net after an interrupt")
 
 
 @BOTH
@@ -78,10 +60,7 @@ def test_a_call_under_fake_tensors_leaves_no_fake_behind(mode):
     assert out.shape == (7, 2, 5)
     functional.reset_net(fast)
     for net in (fast, sj_tac.convert(source, policy_of(mode, 5))):
-        same_as_one(run(net, spikes_in()), [run(n, spikes_in(), marks=True) for n in definitions(source, fast, nothing)], "")
-
-
-# ---- parametrizations and pruning after convert ------------------------------------------------------------------------
+        same_as_one(run(net, spikes_in()), [run(n, spikes_in()) for n in definitions(source, fast, nothing)], "")
 
 
 def weight_norm(net):
@@ -101,12 +80,9 @@ def test_a_weight_that_is_computed_after_convert(change, mode):
     changed = copy.deepcopy(source)
     change(changed)
     x = spikes_in()
-    same_as_one(run(fast, x), [run(n, x, marks=True) for n in others], "converted")
+    same_as_one(run(fast, x), [run(n, x) for n in others], "converted")
     back = sj_tac.restore(fast, inplace=True)
     same(run(back, x), run(changed, x), "restored")
-
-
-# ---- copies ------------------------------------------------------------------------------------------------------------
 
 
 def by_pickle(net):
@@ -123,12 +99,9 @@ def test_copies_of_a_deep_net(copied):
     functional.set_step_mode(net, "m")
     fast, x = sj_tac.convert(net, "preserve", 2), frames(3, 1, 1, 3, 3, dtype=torch.float64)
     other = copied(fast)
-    expected = quiet(net if copied is sj_tac.restore else fast, x)
+    expected = at_rest(net if copied is sj_tac.restore else fast, x)
     assert 0.02 < expected.mean() < 0.98
-    torch.testing.assert_close(quiet(other, x), expected, **CLOSE)
-
-
-# ---- transforms and compilers ------------------------------------------------------------------------------------------
+    torch.testing.assert_close(at_rest(other, x), expected, **CLOSE)
 
 
 def compiled_whole(net, x):
@@ -181,53 +154,14 @@ def test_a_transform_gives_the_same(call, mode):
     torch.compiler.reset()
     fast, others = pair(mode, 3)
     x = spikes_in()
-    expected = [unmark(quiet(n, x)) for n in others]
+    expected = [unmark(at_rest(n, x)) for n in others]
     functional.reset_net(fast)
     with torch.no_grad():
         out = call(fast, x)
     assert any(torch.allclose(out, e, **CLOSE) for e in expected), call.__name__
-    assert any(torch.allclose(quiet(fast, x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
+    assert any(torch.allclose(at_rest(fast, x), e, **CLOSE) for e in expected), f"a plain call after {call.__name__}"
 
 
-@BOTH
-def test_functional_gradients(mode):
-    fast, others = pair(mode)
-
-    def gradients(net):
-        learning(net)
-        functional.reset_net(net)
-        names = {n: p.detach().clone() for n, p in net.named_parameters()}
-        return torch.func.grad(lambda p: functional_call(net, p, (spikes_in(),)).square().sum())(names)
-
-    try:
-        gradients(build())
-    except RuntimeError as error:
-        pytest.skip(f"the source cannot either: {error}")
-    found, net = gradients(fast), others[0]
-    learning(net)
-    functional.reset_net(net)
-    unmark(net(spikes_in())).square().sum().backward()
-    assert sum(p.grad is not None for p in net.parameters()) > 10
-    for name, parameter in net.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(found[name], parameter.grad, **CLOSE)
-
-
-def test_set_k_and_restore_after_calls():
-    source = build()
-    fast = sj_tac.convert(source, "preserve", 2)
-    for k in (3, 1, 2):
-        sj_tac.set_k(fast, k)
-        defined = define(source, settings_of(source, sj_tac.report(fast)))
-        same(run(fast, spikes_in()), run(defined, spikes_in(), marks=True), f"set_k to {k}")
-    same(run(sj_tac.restore(fast), spikes_in()), run(source, spikes_in()), "restored")
-    functional.reset_net(fast)
-    with torch.no_grad():
-        assert fast(spikes_in()[:, :0]).shape == (7, 0, 5), "no samples are no error"
-
-
-# ---- parts that are called by themselves, calls in a row ---------------------------------------------------------------
-# Whether the input's gradient is asked for, and inference mode, hang on nothing that was edited.
 FEW = (Way(), Way(train=True), Way("no_grad"))
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3, 1]}
 
@@ -251,4 +185,4 @@ CALLS = {
 def test_a_call(name, mode, k):
     # Frames that are cut away between a convolution and its neuron do not end a collapse.
     mode = "preserve" if name == "the first frames of a drive" else mode
-    agrees(Situation(build(), spikes_in(), call=CALLS[name], ways=FEW), mode, k)
+    agrees(build(), mode, k, CALLS[name], ways=FEW)

@@ -5,9 +5,10 @@ Each call is compared with the definition on T frames, outputs, gradients and vo
 
 import pytest
 import torch
+from defined import given, same
 from definition import Setting, define, margins, planned_neurons
-from hypothesis import HealthCheck, example, given, settings, strategies as st
-from spikingjelly.activation_based import functional, layer
+from hypothesis import HealthCheck, example, given as drawn, settings, strategies as st
+from spikingjelly.activation_based import layer
 from support import conv, node, norm
 from torch import nn
 
@@ -74,46 +75,21 @@ def collapse(k, spikes="count"):
 
 
 def check(net, policy, lengths, *, grad=True, seed=0):
-    """Calls of these lengths, one after another, fused and unfused, against the definition."""
-    for fuse in (True, False):
-        fast = sj_tac.convert(net, policy, fuse=fuse)
-        report, given_to = sj_tac.report(fast), {rule["match"]: rule for rule in policy["rules"]}
-        of = {
-            v.layer: Setting(
-                v.mode, v.k, NEURONS[v.layer], spikes=given_to[v.layer]["spikes"], weights=given_to[v.layer]["weights"]
-            )
-            for v in report.converted
-        }
-        wanted = define(net, of, planned_neurons(of, report))
-        torch.manual_seed(seed + 1)
-        for steps in lengths:
-            x = torch.rand(steps, 2, C, 6, 6, dtype=torch.float64)
-            with margins(wanted) as distances:
-                results = [call(one, x, grad) for one in (fast, wanted)]
-            assert min(distances) > 1e-9, "a voltage lies on its threshold: choose another net"
-            for got, expected in zip(*results, strict=True):
-                assert got.keys() == expected.keys()
-                for name, value in expected.items():
-                    torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def call(net, x, grad):
-    """Outputs, gradients and voltages of one call."""
-    net.zero_grad()
-    x = x.clone().requires_grad_(grad)
-    with torch.set_grad_enabled(grad):
-        y = net(x).as_subclass(torch.Tensor)
-    gradients = {}
-    if grad:
-        (y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-        gradients = {n: p.grad for n, p in net.named_parameters() if p.grad is not None} | {"x": x.grad}
-        functional.detach_net(net)
-    voltages = {
-        name: net.get_submodule(name).v
-        for name in NEURONS.values()
-        if hasattr(net.get_submodule("more"), "2") or not name.startswith("more")
+    """Calls of these lengths, one after another, against the definition."""
+    fast = sj_tac.convert(net, policy)
+    report, rules = sj_tac.report(fast), {rule["match"]: rule for rule in policy["rules"]}
+    of = {
+        v.layer: Setting(v.mode, v.k, NEURONS[v.layer], **{key: rules[v.layer][key] for key in ("spikes", "weights")})
+        for v in report.converted
     }
-    return {"y": y.detach()}, gradients, voltages
+    wanted = define(net, of, planned_neurons(of, report))
+    torch.manual_seed(seed + 1)
+    for steps in lengths:
+        x = torch.rand(steps, 2, C, 6, 6, dtype=torch.float64)
+        with margins(wanted) as distances:
+            found, expected = (given(one, x, grad, reset=False) for one in (fast, wanted))
+        assert min(distances) > 1e-9, "a voltage lies on its threshold: choose another net"
+        same(found, expected)
 
 
 def test_one_step_of_many_frames_is_told_from_one_of_more():
@@ -150,7 +126,7 @@ ONE, ONE_IN_BINARY = ({"a": collapse(2, how), "b": collapse(2, how), "d": collap
 @example(ONE, "sum", "a mean", [5, 1, 4], 0)
 @example(ONE_IN_BINARY, "sum", "a printed shape", [5, 1, 4], 0)
 @example(dict.fromkeys("abcd", OWN | {"k": 2}), "cat", "nothing", [5, 1, 4], 0)
-@given(
+@drawn(
     st.fixed_dictionaries(dict.fromkeys("abcd", RULES)),
     st.sampled_from(["sum", "cat"]),
     st.sampled_from([*BEHIND]),

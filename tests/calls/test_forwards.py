@@ -160,8 +160,6 @@ ASKS = {
     "branches by values": between(_by_values),
     "a number of NumPy in front": between(lambda net, x: np.float32(1.5) * x),
     "a number of NumPy behind": between(lambda net, x: x * np.int64(2)),
-    "torch's other names": before_the_neuron(lambda x: torch.negative(torch.multiply(-1.5, torch.divide(x, 1.2)))),
-    "methods' other names": before_the_neuron(lambda x: x.multiply(1.5).true_divide(1.1).subtract(x * 0.1)),
     "other names in place": before_the_neuron(lambda x: x.multiply_(1.5).divide_(1.2).true_divide_(0.9).subtract_(0.01)),
 }
 

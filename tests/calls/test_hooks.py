@@ -3,17 +3,12 @@
 import pairs
 import pytest
 import torch
-from comparing import Situation, Way, agrees, nothing
-from forwards import build, spikes_in
-from spikingjelly.activation_based import functional
-from torch import nn
+from comparing import Way, agrees, nothing
+from forwards import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*was planned")
 MODES = {"mode": ["preserve", "collapse"], "k": [2, 3]}
-TWO = pytest.mark.parametrize(("mode", "k"), [("preserve", 2), ("collapse", 3)])
 GRADS = (Way(), Way(train=True))
-# Full backward hooks of the first module warn where the input has no gradient.
-INPUT_GRADS = (Way("input"), Way("input", train=True))
 
 
 def reading(net):
@@ -44,28 +39,7 @@ def writing(net):
 def test_forward_hooks(edit, mode, k):
     # Where a collapse ends is planned once: a hook that changes frames does not end it.
     mode = "preserve" if edit in (shifting, writing) else mode
-    agrees(Situation(build(), spikes_in(), call=seen, edit=edit), mode, k)
-
-
-@pytest.mark.parametrize(
-    ("mode", "k", "kind"), [("preserve", 2, "backward"), ("preserve", 2, "forward"), ("collapse", 3, "forward")]
-)
-def test_global_hooks(mode, k, kind):
-    lengths, handles, net = [], [], build()
-
-    def note(module, args, out):
-        lengths.extend(len(t) for t in (out if kind == "backward" else (out,)) if t is not None and t.dim() == 5)
-
-    def edit(net):
-        if not handles:
-            name = "module_forward_hook" if kind == "forward" else "module_full_backward_hook"
-            handles.append(getattr(nn.modules.module, f"register_{name}")(note))
-
-    try:
-        agrees(Situation(net, spikes_in(), edit=edit, ways=INPUT_GRADS), mode, k)
-    finally:
-        handles[0].remove()
-    assert set(lengths) == {7}, "hooks see T frames"
+    agrees(build(), mode, k, seen, edit)
 
 
 MODULES = ("a", "b", "b.0", "b.1", "b.2", "d.3", "head")
@@ -88,80 +62,6 @@ def collected(net, x):
     return [out, *[g.clone() for name in MODULES for g in net.seen[name] if g is not None]]
 
 
-def test_full_backward_hooks_see_gradients_of_frames():
-    agrees(Situation(build(), spikes_in(), call=collected, edit=collecting, ways=INPUT_GRADS), "preserve", 2)
-
-
-def test_full_backward_hooks_that_only_look_change_nothing_of_a_collapse():
-    agrees(Situation(build(), spikes_in(), edit=collecting, defined=nothing, ways=INPUT_GRADS), "collapse", 3)
-
-
-def halving(net):
-    net.b.register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
-    net.c[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
-    net.d.register_full_backward_pre_hook(lambda m, go: (go[0] * 0.25,))
-
-
-def tensor_hooks(net):
-    for module in (net.b, net.c[0], net.d[1]):
-        module.register_forward_hook(lambda m, args, out: (out.register_hook(lambda g: g * 0.5), None)[1])
-
-
-@pytest.mark.parametrize("edit", [halving, tensor_hooks])
-@pytest.mark.parametrize("k", [1, 2])
-def test_hooks_that_change_gradients(edit, k):
-    agrees(Situation(build(), spikes_in(), edit=edit, ways=GRADS), "preserve", k)
-
-
-def retaining(net):
-    def hook(module, args, out):
-        out.retain_grad()
-        module.__dict__["kept"] = out
-
-    net.b.register_forward_hook(hook)
-    net.c[0].register_forward_hook(hook)
-
-
-def retained(net, x, frames=True):
-    out = net(x)
-    out.square().sum().backward(retain_graph=True)
-    grads = [net.b.kept.grad, net.c[0].kept.grad]
-    net.zero_grad()
-    return [out, *[g.clone() if frames else g.sum(0) for g in grads]]
-
-
-@TWO
-def test_gradients_of_values_inside(mode, k):
-    """In a collapse the frames of a group are one value: which of them its gradient is booked on is not defined."""
-    call = retained if mode == "preserve" else lambda net, x: retained(net, x, False)
-    agrees(Situation(build(), spikes_in(), call=call, edit=retaining, ways=GRADS), mode, k)
-
-
-# ---- values that outlive their call ------------------------------------------------------------------------------------
-
-
-def keeps(n, x):
-    n.feat = n.a(x)
-    n.drive = n.b[1](n.b[0](n.feat))
-    return n.head(n.d(n.c(n.b[2](n.drive))))
-
-
-def read_after(net, x):
-    return net(x), net.feat * 1, net.drive * 1
-
-
-def read_after_another(net, x):
-    net(x)
-    feat, drive = net.feat, net.drive
-    return net(x.flip(0)[:5]), feat * 1, drive * 1
-
-
-def read_after_reset(net, x):
-    net(x)
-    functional.reset_net(net)
-    return net.feat * 1, net.drive * 1
-
-
-@pairs.parametrize(call=[read_after, read_after_another, read_after_reset], **MODES)
-def test_kept_values(call, mode, k):
-    agrees(Situation(build(keeps), spikes_in(), call=call), mode, k)
+def test_full_backward_hooks_see_gradients_of_frames_and_change_nothing_of_a_collapse():
+    agrees(build(), "preserve", 2, collected, collecting, ways=GRADS)
+    agrees(build(), "collapse", 3, edit=collecting, defined=nothing, ways=GRADS)

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from defined import defined, given, same
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
 from support import awake, only_v2
 from torch import nn
 
 import sj_tac
-from sj_tac import host
 
 T, N = 4, 3
 
@@ -54,25 +54,13 @@ def last_neuron(net):
 
 
 def called(net, x, grad):
-    """Outputs of two calls, the last voltage, and where wanted the gradients of x and of all parameters."""
-    net.train(not host.IS_V2)  # SpikingJelly before 2.0 has neither gradients nor tensors of thresholds in evaluation
-    for module in net.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    functional.reset_net(net)
-    x = x.clone().requires_grad_(grad)
-    with torch.set_grad_enabled(grad):
-        out = torch.stack([net(x)[:], net(x.flip(0))[:]])
-    found = [out.detach(), last_neuron(net).v.detach()]
-    if grad:
-        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        found += torch.autograd.grad((out * weights).sum(), [x, *net.parameters()])
-    return found
+    """All that two calls show."""
+    return given(net, x, grad, lambda x: (net(x), net(x.flip(0))))
 
 
-def same(fast, net, x, grads=(False, True)):
+def check(fast, net, x, grads=(False, True)):
     for grad in grads:
-        torch.testing.assert_close(called(fast, x, grad), called(net, x, grad))
+        same(called(fast, x, grad), called(net, x, grad), rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -81,9 +69,9 @@ def test_a_threshold_by_place(name, fuse):
     net, x, numbers = made(name)
     fast = sj_tac.convert(net, "preserve", k=1, fuse=fuse, example_input=x)
     last_neuron(net).v_threshold = last_neuron(fast).v_threshold = numbers * last_neuron(net).v_threshold
-    same(fast, net, x)
-    assert called(net, x, False)[0].any()
-    same(sj_tac.convert(copy.deepcopy(net), "preserve", k=1, fuse=fuse, example_input=x), net, x, [True])
+    check(fast, net, x)
+    assert called(net, x, False)["output 0"].any()
+    check(sj_tac.convert(copy.deepcopy(net), "preserve", k=1, fuse=fuse, example_input=x), net, x, [True])
 
 
 @NAMES
@@ -91,9 +79,10 @@ def test_a_threshold_by_place_behind_a_collapse(name):
     net, x, numbers = made(name)
     for spikes in ("count", "binary"):
         policy = {"version": 1, "default": {"mode": "collapse", "k": 2, "spikes": spikes}}
-        fused, unfused = (sj_tac.convert(net, policy, fuse=fuse, example_input=x) for fuse in (True, False))
-        last_neuron(fused).v_threshold = last_neuron(unfused).v_threshold = numbers * last_neuron(net).v_threshold
-        same(fused, unfused, x, [True])
+        fast = sj_tac.convert(net, policy, example_input=x)
+        wanted = defined(net, fast)
+        last_neuron(wanted).v_threshold = last_neuron(fast).v_threshold = numbers * last_neuron(net).v_threshold
+        check(fast, wanted, x, [True])
 
 
 @only_v2
@@ -103,7 +92,7 @@ def test_a_surrogates_alpha_or_a_reset_by_place(name):
     fused, unfused = (sj_tac.convert(net, "preserve", k=1, fuse=fuse, example_input=x) for fuse in (True, False))
     for each in (net, fused, unfused):
         last_neuron(each).surrogate_function.alpha = 2 * numbers
-    same(fused, net, x, [True])
-    same(unfused, net, x, [True])
+    check(fused, net, x, [True])
+    check(unfused, net, x, [True])
     last_neuron(net).v_reset = last_neuron(fused).v_reset = -0.2 * numbers
-    same(fused, net, x)
+    check(fused, net, x)

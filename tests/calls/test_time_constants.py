@@ -3,8 +3,9 @@
 import pytest
 import torch
 from definition import Setting, define
+from idioms.miniatures import by_hand
 from spikingjelly.activation_based import functional, layer, neuron
-from support import only_v2
+from support import at_rest, only_v2
 from torch import nn
 
 import sj_tac
@@ -42,36 +43,21 @@ def build(last):
     return net.train()
 
 
-@torch.no_grad()
-def run(net):
-    functional.reset_net(net)
-    return net(X)
-
-
 @pytest.mark.parametrize(("make", "held"), CASES)
 def test_frames_are_weighed_by_the_mean_of_its_decays(make, held):
     net = build(make())
-    source = run(net)
+    source = at_rest(net, X)
     assert 0.01 < source.mean() < 0.9
-    functional.reset_net(net)
     fast = sj_tac.convert(net, k=2, example_input=X)
     found = sj_tac.report(fast)
     assert [(v.status, v.reason) for v in found] == [("converted", None)] * 2
     assert f"{held} is a tensor of [6, 1, 1] numbers in '3': the mean of its decays is taken" in found["2"].detail
     beta = (1 - (TAUS.sigmoid() if held == "w" else 1 / TAUS)).mean().item()
-    by_hand = define(net, {"0": Setting("preserve", 2, "1")})
-
-    def aggregate(module, args):
-        groups = args[0].split(2)
-        sums = [sum(beta ** (len(g) - 1 - j) * x for j, x in enumerate(g)) for g in groups]
-        sums = [x / sum(beta**j for j in range(len(g))) for x, g in zip(sums, groups, strict=True)]
-        return (torch.cat([x.expand(len(g), *x.shape) for x, g in zip(sums, groups, strict=True)]),)
-
-    by_hand[2].register_forward_pre_hook(aggregate)
-    out = run(fast)
-    torch.testing.assert_close(out, run(by_hand), rtol=0, atol=1e-9)
+    wanted = by_hand(define(net, {"0": Setting("preserve", 2, "1")}), 2, {"2": None}, beta=beta)
+    out = at_rest(fast, X)
+    torch.testing.assert_close(out, at_rest(wanted, X), rtol=0, atol=1e-9)
     assert not torch.equal(out, source)
-    assert torch.equal(run(sj_tac.restore(fast)), source)
+    assert torch.equal(at_rest(sj_tac.restore(fast), X), source)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)], ids=str)
@@ -82,4 +68,4 @@ def test_several_shapes_of_one_number_are_one(shape):
         fast = sj_tac.convert(net, k=2, example_input=X)
         assert [v.status for v in sj_tac.report(fast)] == ["converted"] * 2
         defined = define(net, {"0": Setting("preserve", 2, "1"), "2": Setting("preserve", 2, "3")})
-        torch.testing.assert_close(run(fast), run(defined), rtol=0, atol=1e-9)
+        torch.testing.assert_close(at_rest(fast, X), at_rest(defined, X), rtol=0, atol=1e-9)

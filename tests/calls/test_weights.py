@@ -76,22 +76,6 @@ def test_spikes_of_single_drives_come_when_something_happens():
     assert weights_of(single)["6"] == "uniform"
 
 
-def test_rules_and_residual_nets():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Sequential(*block(4, 4)), nn.Sequential(conv(4, 4), norm(4))
-            self.last = node("lif")
-
-        def forward(self, x):
-            return self.last(self.b(self.a(x)) + x)
-
-    net = nn.Sequential(*block(2, 4), Block(), Block()).eval()
-    fast = sj_tac.convert(net, MIXED | {"rules": [{"match": "4.a.0", "weights": "decay"}]})
-    weights = {name: module.sharing.weights for name, module in fast.named_modules() if isinstance(module, nn.Conv2d)}
-    assert weights == {"0": "decay", "3.a.0": "uniform", "3.b.0": "uniform", "4.a.0": "decay", "4.b.0": "uniform"}
-
-
 class Repeated(nn.Module):
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ from spikingjelly.activation_based import layer
 from support import csnn
 
 calls = []
-number, words = 3, ["abc", "abd"]
+number = 3
 
 def bare():
     return nn.Sequential(layer.Conv2d(1, 1, 3, step_mode="m"))
@@ -25,9 +25,6 @@ def hooked():
     net = csnn()
     net.register_forward_hook(lambda *args: None)
     return net
-
-def sparse():
-    return torch.ones(4, 3, 2, 8, 8).to_sparse()
 
 def stream():
     yield torch.rand(4, 3, 2, 8, 8)

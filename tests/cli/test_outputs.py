@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support import csnn, time_by_k
@@ -76,11 +75,6 @@ def test_a_mode_or_a_factory_is_no_file(folder, invoked):
 
 def test_figures_and_their_picture_are_two_files_in_python_too(folder, labelled, monkeypatch):
     x, _ = labelled
-    time_by_k(monkeypatch)
-    found = sj_tac.bench(csnn(), x, ["preserve:2"], rounds=1, progress=False)
-    with pytest.raises(WriteError, match="would be replaced by the picture"):
-        found.save("b.png")
-    assert not Path("b.png").exists()
     monkeypatch.setattr("sj_tac.tuning.search.collect", lambda *args: pytest.fail("read before the outputs were checked"))
     for out, words in (("e.png", "would be replaced by the picture"), ("own.pt/e.json", "own.pt is no folder")):
         with pytest.raises(WriteError, match=words):
@@ -147,12 +141,3 @@ def test_ctrl_c_before_anything_was_measured_writes_nothing(folder, invoked, sto
     assert out == ""
     assert "interrupted before a layer was measured" in err
     assert not Path("found.json").exists()
-
-
-def test_frames_of_half_a_file_are_named(folder, invoked):
-    Path("half.npy").write_bytes(Path("x.npy").read_bytes()[:500])
-    assert "data half.npy cannot be read" in invoked(2, "diagnose", "--data", "half.npy")[1]
-    x = np.load("x.npy")
-    x[0, 0] = np.nan
-    np.save("nan.npy", x)
-    assert "values that are NaN" in invoked(2, "diagnose", "--data", "nan.npy")[1]

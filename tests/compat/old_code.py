@@ -100,11 +100,9 @@ def neurons():
         if form == "ATan":
             done[f"own {kind}", *setting] = stepped(analog(getattr(neuron, f"{kind}Node"))(**given), x)
     for v_reset in (-0.1, None):
-        done["EIFNode", v_reset] = stepped(neuron.EIFNode(v_reset=v_reset, detach_reset=True), x.clamp(-1, 1))
-        done["MultiStepEIFNode", v_reset] = stepped(
-            neuron.MultiStepEIFNode(v_reset=v_reset, detach_reset=True), x.clamp(-1, 1)
-        )
-        done["QIFNode", v_reset] = stepped(neuron.QIFNode(v_reset=v_reset, detach_reset=True), x.clamp(-1, 1))
+        for name in ("EIFNode", "MultiStepEIFNode", "QIFNode"):
+            node = getattr(neuron, name)(v_reset=v_reset, detach_reset=True)
+            done[name, v_reset] = stepped(node, x.clamp(-1, 1))
     return done
 
 

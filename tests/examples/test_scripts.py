@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import dvs128
 import dvs_gesture
@@ -15,8 +14,6 @@ import rate_coded
 import torch
 import train
 from short_runs import SMALL, call, failure, generated_gestures, gesture_folder
-
-EXAMPLES = Path(rate_coded.__file__).resolve().parent
 
 
 @pytest.mark.parametrize("module", [rate_coded, dvs_gesture, nmnist, finetune, quickstart, train], ids=lambda m: m.__name__)

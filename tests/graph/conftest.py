@@ -20,3 +20,9 @@ def _few_captures(request):
     yield
     Capture.backend = backend
     assert count <= LIMIT or request.config.getoption("exhaustive"), f"{count} captures in one process"
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """Errors of equations and of Dynamo are errors."""
+    monkeypatch.setenv("SJ_TAC_STRICT", "1")

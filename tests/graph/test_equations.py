@@ -223,29 +223,29 @@ def test_a_neuron_takes_the_pool_and_the_sums_behind_it(sizes, pool, kind):
     assert not nodes.POOLS & set(targets)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_norm_in_training_mode_counts_frames_and_writes_statistics_once(training):
-    for T, k in ((6, 2), (7, 3)):
-        stats = {}
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(("training", "T", "k"), [(False, 7, 3), (True, 6, 2), (True, 7, 3)])
+def test_a_norm_in_training_mode_counts_frames_and_writes_statistics_once(training, T, k, affine):
+    def f(x0, x1, mean, var):
+        return F.batch_norm(ops.expand(x0, k, T), mean, var, *([x1, x1] if affine else [None, None]), training, 0.1)
 
-        def f(x0, x1, mean, var, k=k, T=T):
-            return F.batch_norm(ops.expand(x0, k, T), mean, var, x1, x1, training, 0.1)
+    def tensors():
+        leaves = {"x0": rand(ops.groups(T, k) * 2, 4, 3, 3).requires_grad_(), "x1": rand(4).requires_grad_()}
+        return leaves | {"mean": torch.zeros(4, dtype=torch.float64), "var": torch.ones(4, dtype=torch.float64)}
 
-        x, w = rand(ops.groups(T, k) * 2, 4, 3, 3), rand(4)
-        gm = graph_of(f, x, w, torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
-        for name in ("before", "after"):
-            if name == "after":
-                writes.freeze(gm.graph)
-                sink.sink(gm.graph)
-                assert list(gm.graph.nodes)[-2].target is nodes.EXPAND
-                gm.recompile()
-            given = {"x0": x.clone().requires_grad_(), "x1": w.clone().requires_grad_()}
-            given |= {"mean": torch.zeros(4, dtype=torch.float64), "var": torch.ones(4, dtype=torch.float64)}
-            names = [n.target.removeprefix("L_").removesuffix("_") for n in gm.graph.nodes if n.op == "placeholder"]
-            (out,) = gm(*[given[name] for name in names])
-            (out * rand(*out.shape)).sum().backward()
-            stats[name] = [out, given["mean"], given["var"], given["x0"].grad, given["x1"].grad]
-        torch.testing.assert_close(stats["after"], stats["before"], rtol=1e-9, atol=1e-9)
+    gm, found = graph_of(f, *(x.detach() for x in tensors().values())), []
+    names = [n.target.removeprefix("L_").removesuffix("_") for n in gm.graph.nodes if n.op == "placeholder"]
+    for rewritten in (False, True):
+        if rewritten:
+            writes.freeze(gm.graph)
+            sink.sink(gm.graph)
+            assert list(gm.graph.nodes)[-2].target is nodes.EXPAND
+            gm.recompile()
+        given = tensors()
+        (out,) = gm(*[given[name] for name in names])
+        (out * rand(*out.shape)).sum().backward()
+        found.append([out, given["mean"], given["var"], given["x0"].grad, given["x1"].grad])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("seen", [False, True])

@@ -6,7 +6,23 @@ import warnings
 
 import pytest
 import torch
-from captured import NETS, Blocks, X, agree, blocks, captures, code, fused, graphs, pair, source, trained, wide
+from captured import (
+    NETS,
+    Blocks,
+    X,
+    agree,
+    blocks,
+    captures,
+    code,
+    fused,
+    graphs,
+    pair,
+    pair_of,
+    quickly,
+    source,
+    trained,
+    wide,
+)
 from spikingjelly.activation_based import functional
 from support import awake, conv, frames, node, norm, only_v2
 from torch import nn
@@ -16,18 +32,9 @@ from sj_tac.errors import CaptureWarning
 from sj_tac.rewrites import equations
 from sj_tac.rewrites.equations import nodes
 
-pytestmark = [only_v2, pytest.mark.captured]
-every_net = pytest.mark.parametrize(
-    "name", ["sew", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dvs", "spikformer"))]
-)
-each_net = pytest.mark.parametrize(
-    "name", ["dvs", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("sew", "spikformer"))]
-)
-
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch):
-    monkeypatch.setenv("SJ_TAC_STRICT", "1")
+pytestmark = [only_v2, pytest.mark.captured, pytest.mark.usefixtures("strict")]
+every_net = quickly("sew")
+each_net = quickly("dvs")
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -129,8 +136,7 @@ def test_2_what_writes_into_memory_that_others_read_is_left_where_it_is():
 
 @every_net
 def test_3_schedules_of_numbers_take_two_captures(name):
-    net, x = source(name)
-    fast, slow = pair(net, x)
+    fast, slow, x = pair_of(name)
     nodes = [[m for m in each.modules() if hasattr(m, "v_threshold")] for each in (fast, slow)]
     before = [m.v_threshold for m in nodes[0]]
     for step in range(12):
@@ -140,17 +146,14 @@ def test_3_schedules_of_numbers_take_two_captures(name):
                 if hasattr(m, "tau"):
                     m.tau = 2 + 0.1 * step
                 m.surrogate_function.alpha = 2 + 0.1 * step
-        for each in (fast, slow):
-            functional.reset_net(each)
-        agree(fast, slow, x, training=step % 4 == 3)
+        agree(fast, slow, x, training=step % 4 == 3, rest=True)
     assert captures(fast) <= 4  # two in eval mode, two in training
     assert fused(fast)[1] == 0
 
 
 @every_net
 def test_4_another_k_captures_nothing(name):
-    net, x = source(name)
-    fast, slow = pair(net, x)
+    fast, slow, x = pair_of(name)
     agree(fast, slow, x)
     number = captures(fast)
     for k in (4, 1, 2, 3):
@@ -189,8 +192,7 @@ def test_5_nets_of_one_class_with_a_graph_break_have_graphs_of_their_own():
 @pytest.mark.parametrize("how", ["set_stance", "disable", "error_on_recompile"])
 @each_net
 def test_5_what_a_user_asks_of_dynamo(name, how):
-    net, x = source(name)
-    fast, slow = pair(net, x)
+    fast, slow, x = pair_of(name)
     if how == "set_stance":
         with torch.compiler.set_stance("force_eager"):
             agree(fast, slow, x)
@@ -199,30 +201,20 @@ def test_5_what_a_user_asks_of_dynamo(name, how):
             agree(fast, slow, x)
     else:
         agree(fast, slow, x)
-        for each in (fast, slow):
-            functional.reset_net(each)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            agree(fast, slow, x)
+            agree(fast, slow, x, rest=True)
 
 
 @pytest.mark.exhaustive
 def test_6_two_processes_train_a_net_that_is_sent_to_them_in_one_graph(tmp_path):
-    """Trap 10 too: the net is pickled for processes that are spawned."""
+    """Trap 10 too: the net is pickled for processes that are spawned. Their gradients: tests/test_distributed.py."""
     torch.manual_seed(0)
     net = wide().eval()
     assert sum(p.numel() * p.element_size() for p in net.parameters()) > 30e6
-    results = {}
-    for fuse in (True, False):
-        fast = sj_tac.convert(net, "preserve", 2, example_input=frames(4, 2, 2, 4, 4), fuse=fuse)
-        found = torch.multiprocessing.get_context("spawn").Manager().dict()
-        torch.multiprocessing.spawn(trained, (fast, str(tmp_path / f"store{fuse}"), found), nprocs=2)
-        results[fuse] = dict(found)
-    for rank in (0, 1):
-        captured, neurons, weights = results[True][rank]
-        assert captured >= 1
-        assert neurons == (5, 0)
-        assert weights == pytest.approx(results[False][rank][2], rel=1e-3)
-    assert results[True][0][2] == results[True][1][2], "both have the same weights"
+    fast = sj_tac.convert(net, "preserve", 2, example_input=frames(4, 2, 2, 4, 4))
+    found = torch.multiprocessing.get_context("spawn").Manager().dict()
+    torch.multiprocessing.spawn(trained, (fast, str(tmp_path / "store"), found), nprocs=2)
+    assert dict(found) == {0: (5, 0), 1: (5, 0)}
 
 
 @pytest.mark.parametrize("way", ["torch.compile(net)", "a function", "fullgraph", "export"])
@@ -263,8 +255,7 @@ def test_8_an_error_in_an_equation_is_a_warning_and_the_definition(name, monkeyp
             raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(equations, "ORDER", (*equations.ORDER[:4], broken))
-    net, x = source(name)
-    fast, slow = pair(net, x)
+    fast, slow, x = pair_of(name)
     with pytest.raises(Exception, match="a fault of ours"):
         fast(x)
     monkeypatch.setenv("SJ_TAC_STRICT", "0")

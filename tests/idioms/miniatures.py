@@ -5,8 +5,10 @@ All are our own. LIF neurons have tau = 2 everywhere, so that every group is wei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +27,35 @@ def conv(inputs: int = C, outputs: int = C, size: int = 3) -> nn.Module:
     return nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
 
 
-def grouped(x: Tensor, k: int, dim: int = 0) -> Tensor:
+def grouped(x: Tensor, k: int, dim: int = 0, beta: float = 0.5) -> Tensor:
     """Frames along ``dim`` as a converted convolution reads them: in each one's place its group's weighted mean."""
     parts = []
     for part in x.split(k, dim):
         n = part.shape[dim]
-        weights = 0.5 ** torch.arange(n - 1, -1, -1, dtype=x.dtype)
+        weights = beta ** torch.arange(n - 1, -1, -1, dtype=x.dtype)
         weights = (weights / weights.sum()).view(n, *[1] * (x.dim() - dim - 1))
         parts.append((part * weights).sum(dim, keepdim=True).expand_as(part))
     return torch.cat(parts, dim)
+
+
+def by_hand(
+    net: nn.Module, k: int, convs: Mapping[str, tuple[int, int] | None], dim: int = 0, beta: float = 0.5
+) -> nn.Module:
+    """A copy of the net, with hooks that hand convs a weighted mean in the place of every frame of its group.
+
+    Args:
+        convs: of each name, what unfolds the frames that it is handed; None where they are not folded.
+        dim: which of the first two dimensions is time. beta: of the neurons' decay.
+    """
+    made = copy.deepcopy(net)
+
+    def aggregate(module: nn.Module, args: Any, fold: tuple[int, int] | None) -> tuple[Tensor]:
+        y = grouped(args[0] if fold is None else args[0].unflatten(0, fold), k, dim, beta)
+        return (y if fold is None else y.flatten(0, 1),)
+
+    for name, fold in convs.items():
+        made.get_submodule(name).register_forward_pre_hook(partial(aggregate, fold=fold))
+    return made
 
 
 class Stem(nn.Module):
@@ -147,37 +169,18 @@ class Private(nn.Module):
         return self.head(self.features(x)).mean(0)
 
 
-class ByFunction(nn.Module):
-    """The host's function seq_to_ann_forward, of a module, of a list of modules, of a resize."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.lif1 = conv(2), nn.BatchNorm2d(C), lif()
-        self.up = nn.Upsample(scale_factor=2, mode="nearest")
-        self.conv2, self.bn2, self.lif2 = conv(), nn.BatchNorm2d(C), lif()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lif1(functional.seq_to_ann_forward(x, [self.conv1, self.bn1]))
-        x = functional.seq_to_ann_forward(x, self.up)
-        x = self.bn2_of(functional.seq_to_ann_forward(x, self.conv2))
-        return self.lif2(x).mean((-1, -2)).mean(0)
-
-    def bn2_of(self, x: Tensor) -> Tensor:
-        return functional.seq_to_ann_forward(x, self.bn2)
-
-
 class Containers(nn.Module):
-    """The host's own container with two convolutions, or with none, in it."""
+    """The host's container with two convolutions, or with none, and its function of a list of modules and of a resize."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            layer.SeqToANNContainer(conv(2), nn.BatchNorm2d(C), conv(size=1), nn.BatchNorm2d(C)), lif(),
-            layer.SeqToANNContainer(nn.AvgPool2d(2)), layer.SeqToANNContainer(conv(), nn.BatchNorm2d(C)), lif(),
-        )  # fmt: skip
+        self.first = layer.SeqToANNContainer(conv(2), nn.BatchNorm2d(C), conv(size=1), nn.BatchNorm2d(C))
+        self.pool, self.up = layer.SeqToANNContainer(nn.AvgPool2d(2)), nn.Upsample(scale_factor=2, mode="nearest")
+        self.conv2, self.bn2, self.lif1, self.lif2 = conv(), nn.BatchNorm2d(C), lif(), lif()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).mean((-2, -1)).mean(0)
+        x = functional.seq_to_ann_forward(self.pool(self.lif1(self.first(x))), self.up)
+        return self.lif2(functional.seq_to_ann_forward(x, [self.conv2, self.bn2])).mean((-1, -2)).mean(0)
 
 
 class Spellings(nn.Module):
@@ -275,6 +278,10 @@ class OwnNeuron(nn.Module):
         return torch.stack(spikes)
 
 
+class Mine(OwnNeuron):
+    """Of a class that is registered, as far as its base is."""
+
+
 class OwnNorm(nn.Module):
     """A norm of one's own: BatchNorm over T * N, times a threshold."""
 
@@ -289,7 +296,7 @@ class OwnNorm(nn.Module):
 class Registered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.bn1, self.node1 = layer.Conv2d(2, C, 3, padding=1, step_mode="m"), OwnNorm(), OwnNeuron()
+        self.conv1, self.bn1, self.node1 = layer.Conv2d(2, C, 3, padding=1, step_mode="m"), OwnNorm(), Mine()
         self.conv2, self.bn2, self.node2 = layer.Conv2d(C, C, 3, padding=1, step_mode="m"), OwnNorm(), lif()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -373,8 +380,7 @@ IDIOMS = {
     "private container": Idiom(
         Private, ("features.0.module.0", "features.3.module.0"), ("features.0.module.0", "features.3.module.0")
     ),
-    "seq_to_ann_forward": Idiom(ByFunction, ("conv1", "conv2"), ("conv1", "conv2")),
-    "containers": Idiom(Containers, ("net.0.0", "net.0.2", "net.3.0"), ("net.0.0", "net.0.2", "net.3.0")),
+    "containers": Idiom(Containers, ("first.0", "first.2", "conv2"), ("first.0", "first.2", "conv2")),
     "spellings": Idiom(Spellings, ("conv1", "conv2", "left", "right"), ("conv1", "conv2", "left", "right")),
     "tokens": Idiom(Tokens, ("conv", "fc1", "fc2"), ("conv", "fc1", "fc2"), layers=("conv", "linear")),
     "subclasses": Idiom(Subclasses, ("conv1", "conv2"), ("conv2",)),

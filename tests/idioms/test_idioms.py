@@ -6,21 +6,21 @@ import pickle
 
 import pytest
 import torch
-from idioms.constants import FURTHER
-from idioms.miniatures import IDIOMS as OF_MINIATURES, N, OwnNeuron, T, grouped
+from defined import given, same
+from idioms.miniatures import IDIOMS as OF_MINIATURES, N, OwnNeuron, T, by_hand
 from idioms.own_forwards import OWN
 from spikingjelly.activation_based import functional, neuron
-from support import only_v2
+from support import at_rest, only_v2
 from torch import nn
 
 import sj_tac
 from sj_tac import host
 
-IDIOMS = OF_MINIATURES | FURTHER | OWN
+IDIOMS = OF_MINIATURES | OWN
 sj_tac.register_neuron(OwnNeuron, decay=lambda module: module.leak)
 EVERY = pytest.mark.parametrize("name", list(IDIOMS))
 # Folded, expanded, of layers that fold themselves, with values that are written.
-SOME = ("folded", "static", "containers", "reparametrised", "own forwards")
+SOME = ("folded", "static", "containers", "buffers", "own forwards")
 AT_LENGTH = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.exhaustive) for name in IDIOMS]
 )
@@ -40,10 +40,7 @@ def rates_of(net, x):
     rates, handles = {}, []
     for n, module in neurons(net).items():
         handles.append(module.register_forward_hook(lambda m, a, out, n=n: rates.update({n: out.mean().item()})))
-    functional.reset_net(net)
-    with torch.no_grad():
-        net(x)
-    functional.reset_net(net)
+    at_rest(net, x)
     for handle in handles:
         handle.remove()
     return rates
@@ -80,11 +77,7 @@ def _awake(name, dtype):
             net(inputs(idiom, dtype, seed))
     functional.reset_net(net)
     move_thresholds(net.eval(), inputs(idiom, dtype, 9))
-    # The older host's neurons pass gradients while training alone, which changes nothing else in them.
-    net.eval()
-    for module in neurons(net).values():
-        module.train(not host.IS_V2)
-    return net
+    return train_neurons(net.eval())
 
 
 def policy(name, k):
@@ -92,6 +85,7 @@ def policy(name, k):
 
 
 def train_neurons(net):
+    """The older host's neurons pass gradients while training alone, which changes nothing else in them."""
     for module in neurons(net).values():
         module.train(not host.IS_V2)
     return net
@@ -103,45 +97,15 @@ def convert(name, net, x, k, **more):
 
 def oracle(name, net, k, steps=T):
     """The source, with hooks that hand each conv the sum of its group's frames in every frame's place."""
-    idiom, made = IDIOMS[name], copy.deepcopy(net)
-
-    def aggregate(folded):
-        def hook(module, args):
-            x = args[0]
-            return (grouped(x.unflatten(0, (steps, -1)), k).flatten(0, 1) if folded else grouped(x, k),)
-
-        return hook
-
-    for conv in idiom.converted:
-        if conv not in idiom.exact:
-            made.get_submodule(conv).register_forward_pre_hook(aggregate(conv in idiom.folded))
-    return made
+    idiom = IDIOMS[name]
+    return by_hand(net, k, {c: (steps, -1) if c in idiom.folded else None for c in idiom.converted if c not in idiom.exact})
 
 
 def run(net, x):
-    """Output, input's and parameters' gradients, voltages."""
-    functional.reset_net(net)
-    x = x.clone().requires_grad_(x.dim() == 5)
-    y = net(x)
-    weight = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view_as(y)
-    net.zero_grad()
-    (y * weight).sum().backward()
-    voltages = {n: m.v.detach() for n, m in neurons(net).items() if isinstance(m, neuron.BaseNode)}
-    gradients = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-    return y.detach(), x.grad, gradients, voltages
-
-
-def same(found, expected, **close):
-    """Alike as far as ``close`` says; there must be gradients to compare."""
-    for a, b in zip(found[:2], expected[:2], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, **close)
-    assert any(g.abs().sum() > 0 for g in expected[2].values())
-    for a, b in zip(found[2:], expected[2:], strict=True):
-        assert a.keys() == b.keys()
-        for key in b:
-            torch.testing.assert_close(a[key], b[key], **close, msg=lambda m, key=key: f"{key}: {m}")
+    """All that a call shows; there are gradients to compare."""
+    found = given(net, x)
+    assert any(value.abs().sum() > 0 for name, value in found.items() if name.startswith("gradient of "))
+    return found
 
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -167,7 +131,9 @@ def test_groups_of_frames_are_what_hooks_on_the_source_make(name, k, fuse):
     expected = run(oracle(name, net, k), x)
     same(run(fast, x), expected, **CLOSE)
     if k == 2 and set(IDIOMS[name].converted) != set(IDIOMS[name].exact):
-        assert not torch.equal(expected[0], run(net, x)[0]), "aggregation changes nothing here: the test sees nothing"
+        assert not torch.equal(expected["output 0"], run(net, x)["output 0"]), (
+            "aggregation changes nothing here: the test sees nothing"
+        )
 
 
 @EVERY
@@ -209,16 +175,12 @@ def test_keys_copies_and_the_way_back(name):
     assert list(fast.state_dict()) == list(net.state_dict())
     fast.load_state_dict(net.state_dict(), strict=True)
     net.load_state_dict(fast.state_dict(), strict=True)
-    with torch.no_grad():
-        expected = fast(x)
-        for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
-            functional.reset_net(again)
-            assert torch.equal(again(x), expected)
-        back = sj_tac.restore(fast)
-        assert [type(m) for m in back.modules()] == [type(m) for m in net.modules()]
-        functional.reset_net(back)
-        functional.reset_net(net)
-        assert torch.equal(back(x), net(x))
+    expected = at_rest(fast, x)
+    for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+        assert torch.equal(at_rest(again, x), expected)
+    back = sj_tac.restore(fast)
+    assert [type(m) for m in back.modules()] == [type(m) for m in net.modules()]
+    assert torch.equal(at_rest(back, x), at_rest(net, x))
 
 
 @only_v2
@@ -228,27 +190,7 @@ def test_keys_copies_and_the_way_back(name):
 def test_compiled_it_is_the_same(name):
     net, x = make(name, torch.float64)
     fast = convert(name, net, x, 2)
+    expected = at_rest(fast, x)
     with torch.no_grad():
-        expected = fast(x)
-        functional.reset_net(fast)
         found = torch.compile(fast, backend="eager")(x)
     torch.testing.assert_close(found, expected, **CLOSE)
-
-
-class Fading(OwnNeuron):
-    def __init__(self):
-        super().__init__(0.25)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")
-def test_a_subclass_of_a_registered_neuron_has_its_decay_also_where_a_compiled_call_is_the_first():
-    net, x = make("registered", torch.float64)
-    net.node1 = Fading()
-    fast = pickle.loads(pickle.dumps(convert("registered", net, x, 2)))
-    assert host.decay(fast.node1, torch.float64) == 0.25
-    with torch.no_grad():
-        found = torch.compile(fast, backend="eager")(x)
-        functional.reset_net(fast)
-        torch.testing.assert_close(found, fast(x), **CLOSE)
-        assert not torch.equal(found, convert("registered", make("registered", torch.float64)[0], x, 2)(x))

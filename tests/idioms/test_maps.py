@@ -1,14 +1,13 @@
 """Functions between convolution and neuron that map each frame linearly by constants: which carry drives, which do not."""
 
-import copy
-
 import einops
 import pytest
 import torch
 import torch.nn.functional as F
-from idioms.miniatures import grouped
-from spikingjelly.activation_based import functional, layer
-from support import conv, differentiated, frames, node
+from defined import given, same
+from idioms.miniatures import by_hand
+from spikingjelly.activation_based import layer
+from support import conv, frames, node
 from torch import nn
 
 import sj_tac
@@ -89,6 +88,12 @@ CARRIED = {
         (C,),
         True,
     ),
+    "gains of channels": (lambda s, x: x * s.constant.unsqueeze(-1).unsqueeze(-1) / s.bn2.running_var[:, None, None], (C,)),
+    "a parameter's sigmoid": (lambda s, x: x * torch.sigmoid(s.constant) + 0.1, ()),
+    "an embedding": (lambda s, x: s.constant - x.neg(), (1, C, 8, 8)),
+    "channels that become places": (lambda s, x: F.pixel_shuffle(x, 2), None, True, C // 4),
+    "borders of a value": (lambda s, x: F.pad(x, (1, 1, 0, 2), value=0.3), None, True),
+    "casts": (lambda s, x: F.dropout(x, 0.2, False).type_as(s.bn2.weight).to(x.dtype), None, True),
     "rows written": (lambda s, x: written(x, ((HERE, HERE, HERE, 1), 0.3), ((..., 2, slice(1, 5)), s.constant)), (C, 4)),
     "channels written by a buffer's": (lambda s, x: written(x, ((HERE, HERE, 1), s.bn2.running_mean[:1] + 0.2)),),
     "frames by name": (lambda s, x: torch.flip(input=x, dims=(3,)),),
@@ -121,14 +126,6 @@ LEFT_ALONE = {
 FIXED = ("product of samples", "written by step")
 
 
-def by_hand(net, names, k):
-    """Return a copy of the net whose named convolutions get the aggregated frames that converted ones get."""
-    made = copy.deepcopy(net)
-    for name in names:
-        made.get_submodule(name).register_forward_pre_hook(lambda module, args: (grouped(args[0], k),))
-    return made
-
-
 @pytest.mark.parametrize("which", [*CARRIED, *LEFT_ALONE])
 def test_values_gradients_and_voltages(which):
     net = Between(*(CARRIED | LEFT_ALONE)[which]).double().eval()
@@ -136,12 +133,10 @@ def test_values_gradients_and_voltages(which):
     fast = sj_tac.convert(net, k=4, example_input=x)
     names = [v.layer for v in sj_tac.report(fast).converted]
     assert names == (["conv1", "conv2", "conv3"] if carried else ["conv1", "conv3"])
-    defined, source = by_hand(net, names, 4), differentiated(net, x)
-    assert 0.02 < source[0].mean() < 0.6
-    for given in (x, frames(7, 1, 2, 8, 8, seed=1).double()) if carried and which not in FIXED else (x,):
-        found, expected = differentiated(fast, given), differentiated(defined, given)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-        with torch.no_grad():
-            functional.reset_net(fast)
-            torch.testing.assert_close(fast(given), expected[0], rtol=0, atol=0)  # spikes
-        assert given is not x or not torch.equal(expected[0], source[0])
+    defined, source = by_hand(net, 4, dict.fromkeys(names)), given(net, x)["output 0"]
+    assert 0.02 < source.mean() < 0.6
+    for z in (x, frames(7, 1, 2, 8, 8, seed=1).double()) if carried and which not in FIXED else (x,):
+        found, expected = given(fast, z), given(defined, z)
+        same(found, expected, atol=1e-10)
+        same(given(fast, z, grad=False), {n: v for n, v in expected.items() if not n.startswith("gradient")}, atol=1e-10)
+        assert z is not x or not torch.equal(expected["output 0"], source)

@@ -330,9 +330,16 @@ def on_the_stub(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def device(monkeypatch, tmp_path):
-    """A machine with both launchers, where CPU tensors stand for CUDA ones."""
+def without_launchers(monkeypatch, tmp_path):
+    """A machine with a CUDA device, as far as the choice of a kernel can tell; a test offers what launches there."""
     machine(monkeypatch, tmp_path)
-    stand_in(monkeypatch)
-    yield offer(monkeypatch, *launchers.NAMES)
+    yield monkeypatch
     forget()
+
+
+@pytest.fixture
+def device(without_launchers):
+    """A machine with both launchers, where CPU tensors stand for CUDA ones."""
+    found = offer(without_launchers, *launchers.NAMES)
+    stand_in(without_launchers)
+    return found

@@ -1,6 +1,5 @@
 """Which kernel runs where: what ``auto`` takes and says, and what a named backend raises where it cannot run."""
 
-import subprocess
 import sys
 import types
 import warnings
@@ -21,34 +20,24 @@ from sj_tac.kernels.gpu import cupy_launch, program as cuda
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """A machine with a CUDA device, as far as the choice of a kernel can tell; a test offers what launches there."""
-    stub_cuda.machine(monkeypatch, tmp_path)
-    yield monkeypatch
-    stub_cuda.forget()
+without_launchers = stub_cuda.without_launchers
 
 
 def cupy(version="14.2.0", error=None):
     """A CuPy that compiles anything, or fails with ``error``."""
 
-    class RawModule:
-        def __init__(self, code, options):
-            self.code = code
+    def get_function(module, name):
+        if error:
+            raise error
+        return name
 
-        def get_function(self, name):
-            if error:
-                raise error
-            assert f" {name}(" in self.code
-            return name
-
-    module = types.ModuleType("cupy")
-    module.__version__, module.RawModule = version, RawModule
+    module = stub_cuda.cupy(stub_cuda.Device(), version)
+    module.RawModule.get_function = get_function
     return module
 
 
-def test_the_cuda_kernels_are_chosen_on_cuda(machine):
-    machine.setitem(sys.modules, "cupy", cupy())
+def test_the_cuda_kernels_are_chosen_on_cuda(without_launchers):
+    without_launchers.setitem(sys.modules, "cupy", cupy())
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert backends.fastest("auto", CUDA, dtype) == ("cupy", "")
         assert backends.fastest("cupy", CUDA, dtype) == ("cupy", "")
@@ -63,8 +52,8 @@ def test_the_cuda_kernels_are_chosen_on_cuda(machine):
         (cupy(error=OSError("libcuda.so.1: no driver")), "could not compile a kernel: OSError: libcuda.so.1: no driver"),
     ],
 )
-def test_a_cupy_that_does_not_work(machine, module, says):
-    machine.setitem(sys.modules, "cupy", module)
+def test_a_cupy_that_does_not_work(without_launchers, module, says):
+    without_launchers.setitem(sys.modules, "cupy", module)
     with pytest.raises(BackendError, match=says):
         sj_tac.convert(csnn(), backend="cupy")
     with pytest.warns(BackendFallbackWarning, match=f"{says}.*'reference'"):
@@ -75,14 +64,14 @@ def test_a_cupy_that_does_not_work(machine, module, says):
         backends.fastest("auto", CUDA, torch.float32)  # said once
 
 
-def test_no_device(machine):
-    machine.setattr(torch.cuda, "is_available", lambda: False)
+def test_no_device(without_launchers):
+    without_launchers.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendError, match=r"need a CUDA device, and torch.cuda.is_available\(\) is False"):
         sj_tac.convert(csnn(), backend="cupy")
 
 
-def test_what_the_cuda_kernels_do_not_know(machine):
-    machine.setitem(sys.modules, "cupy", cupy())
+def test_what_the_cuda_kernels_do_not_know(without_launchers):
+    without_launchers.setitem(sys.modules, "cupy", cupy())
     with pytest.raises(BackendError, match="cupy kernels compute in float32, not in float64"):
         sj_tac.convert(csnn().double(), backend="cupy")
     odd = csnn()
@@ -94,8 +83,8 @@ def test_what_the_cuda_kernels_do_not_know(machine):
 
 
 @pytest.mark.captured
-def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
-    machine.setitem(sys.modules, "cupy", cupy())
+def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(without_launchers):
+    without_launchers.setitem(sys.modules, "cupy", cupy())
     with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):
         fire(torch.randn(2, 1, 2, 4, 4), node("lif"), backend="cupy")
     with pytest.raises(BackendError, match="the cupy kernels run on CUDA devices, not on cpu"):
@@ -107,7 +96,7 @@ def test_a_cuda_backend_does_not_quietly_run_on_the_cpu(machine):
 
 
 @pytest.mark.parametrize("generation", [13, 14])
-def test_a_launch_that_fails_says_what_and_where(machine, generation):
+def test_a_launch_that_fails_says_what_and_where(without_launchers, generation):
     """CuPy's errors reach the user with the kernel, the device and a way out; streams are those of either CuPy."""
     streams = []
 
@@ -128,8 +117,8 @@ def test_a_launch_that_fails_says_what_and_where(machine, generation):
     module = cupy(error=RuntimeError("CUDA_ERROR_INVALID_VALUE"))
     offered = types.SimpleNamespace(from_external=stream) if generation == 14 else types.SimpleNamespace()
     module.cuda = types.SimpleNamespace(Device=Nothing, Stream=offered, ExternalStream=stream)
-    machine.setitem(sys.modules, "cupy", module)
-    machine.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
+    without_launchers.setitem(sys.modules, "cupy", module)
+    without_launchers.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
     says = r"aggregate_forward failed on cuda:1 with CuPy .*INVALID_VALUE; backend=\"reference\""
     with pytest.raises(BackendError, match=says):
         cupy_launch.launch(cuda.Launch(cuda.PROBE, 1, (), 0, torch.device("cuda", 1)))
@@ -154,10 +143,3 @@ def test_a_named_kernel_refuses_a_neuron_that_it_does_not_know():
     assert sj_tac.report(sj_tac.convert(net, "collapse", 2))["0"].kernel == "reference"
     with pytest.raises(BackendError, match="'neuron': the compiled kernels have no derivative of surrogate Rect"):
         sj_tac.TAC(conv(), None, net[2], 2, backend="cpp")
-
-
-def test_importing_starts_nothing():
-    script = "import sys, sj_tac.functional, torch; from sj_tac.kernels import fire; "
-    script += "assert not {'cupy', 'sj_tac.kernels.gpu.nvrtc_launch'} & set(sys.modules); "
-    script += "assert not torch.cuda.is_initialized()"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)

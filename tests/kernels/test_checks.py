@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sj_tac.errors import BackendError
 from sj_tac.functional import aggregate, fire
-from sj_tac.kernels import fire_op
 from sj_tac.kernels.gpu import launchers, launches
 from sj_tac.kernels.operands import Operands
 
@@ -87,14 +86,6 @@ def test_so_do_the_backward_fake_tensors_and_the_cuda_kernels(monkeypatch):
         launches.forward("cupy", operands(y=torch.randn(G, N, C, H, W).double()))
 
 
-def test_what_fits_is_not_refused():
-    out, v = FIRE(*operands())
-    assert out.shape == (2, N, C, H, W)
-    assert v.shape == (N, C, H, W)
-    o = operands()
-    assert FIRE_BACKWARD(*gradients(o), *o, True, True)[0].shape == o.y.shape
-
-
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("wrong", [lambda g: g[:, :, :2], lambda g: g.double(), lambda g: g.to("meta"), lambda g: g[0]])
 def test_the_backward_refuses_gradients_that_do_not_fit(which, wrong):
@@ -133,23 +124,11 @@ def test_aggregate_refuses_operands_that_do_not_fit(x, weights, group, says):
         torch.ops.sj_tac.aggregate_backward(torch.ones(2, 3), x, weights, group, True, True)
 
 
-WRONG_CALLS = {
-    "v": {"v": torch.zeros(N, C, H, 1)},
-    "v elsewhere": {"v": torch.zeros(N, C, H, W, device="meta")},
-    "shift": {"scale": torch.ones(C), "shift": torch.zeros(1)},
-    "scale alone": {"scale": torch.ones(C)},
-    "group": {"weights": torch.ones(4), "group": 0},
-    "a pool larger than the map": {"pool": layer.AvgPool2d(9)},
-    "no steps": {"steps": 0},
-    "too many steps": {"steps": 5},
-}
-
-
-@pytest.mark.parametrize("options", WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_fire_refuses_what_does_not_fit(options):
-    for backend in ("cpp", "reference"):
-        with pytest.raises(ValueError, match=r"^fire got .*; it takes"):
-            fire(torch.randn(G, N, C, H, W), node("lif"), 2, backend=backend, **options)
+@pytest.mark.parametrize("backend", ["cpp", "reference"])
+@pytest.mark.parametrize("options", [{"v": torch.zeros(N, C, H, 1)}, {"pool": layer.AvgPool2d(9)}, {"steps": 5}])
+def test_fire_refuses_what_does_not_fit(options, backend):
+    with pytest.raises(ValueError, match=r"^fire got .*; it takes"):
+        fire(torch.randn(G, N, C, H, W), node("lif"), 2, backend=backend, **options)
 
 
 def test_aggregate_refuses_weights_and_frames_of_a_wrong_kind():
@@ -182,7 +161,7 @@ def test_nothing_to_compute_is_computed_or_said(shape, pool):
 def test_thresholds_by_channel_run_on_the_reference_kernel():
     torch.manual_seed(0)
     y, thresholds = torch.randn(3, 2, 2, 4, 4), [0.2, 0.9]
-    by_channel, before = node("plif"), fire_op.RUNS["fire", "cpp"]
+    by_channel = node("plif")
     by_channel.v_threshold = torch.tensor(thresholds).view(2, 1, 1)
     out, v = fire(y, by_channel, 2)
     for c, threshold in enumerate(thresholds):
@@ -190,7 +169,6 @@ def test_thresholds_by_channel_run_on_the_reference_kernel():
         assert torch.equal(out[:, :, c : c + 1], expected)
         assert torch.equal(v[:, c : c + 1], voltage)
         assert 0 < expected.mean() < 1
-    assert fire_op.RUNS["fire", "cpp"] == before
     with pytest.raises(BackendError, match=r"one fixed v_threshold for all neurons, not a tensor \[2, 1, 1\]"):
         fire(y, by_channel, 2, backend="cpp")
     by_channel.v_reset = torch.zeros(2, 1, 1)

@@ -50,12 +50,8 @@ VECTORS = [
     (torch.channels_last, None, *DTYPES[0], True),
 ]
 if pairs.EXHAUSTIVE:
-    VECTORS = [
-        (layout, pool, *dtype, residual)
-        for layout, pool, dtype, residual in product(
-            (torch.contiguous_format, torch.channels_last), POOLS[:3], DTYPES, (False, True)
-        )
-    ]
+    EVERY = product((torch.contiguous_format, torch.channels_last), POOLS[:3], DTYPES, (False, True))
+    VECTORS = [(layout, pool, *dtype, residual) for layout, pool, dtype, residual in EVERY]
 
 
 @pytest.mark.parametrize(("layout", "pool", "dtype", "shape", "residual"), VECTORS)

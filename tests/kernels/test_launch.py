@@ -27,21 +27,7 @@ pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-    stub_cuda.machine(monkeypatch, tmp_path)
-    yield monkeypatch
-    stub_cuda.forget()
-
-
-@pytest.fixture
-def device(machine):
-    """A machine with both launchers, where CPU tensors stand for CUDA ones."""
-    found = stub_cuda.offer(machine, *launchers.NAMES)
-    stub_cuda.stand_in(machine)
-    return found
-
-
+without_launchers, device = stub_cuda.without_launchers, stub_cuda.device
 # What the kernels of each call are, forward and backward.
 CALLS = {
     "frames": (None, False, ["fire_forward", "fire_backward"]),
@@ -115,9 +101,9 @@ def test_a_converted_net_and_its_gradients(device, launcher, policy):
 @pytest.mark.captured
 @pytest.mark.parametrize(("offered", "taken"), [(("cupy", "nvrtc"), "cupy"), (("nvrtc",), "nvrtc"), ((), "reference")])
 @pytest.mark.filterwarnings("ignore::sj_tac.errors.BackendFallbackWarning")
-def test_auto_takes_the_first_launcher_that_works_and_the_report_says_which(machine, offered, taken):
-    device = stub_cuda.offer(machine, *offered)
-    stub_cuda.stand_in(machine)
+def test_auto_takes_the_first_launcher_that_works_and_the_report_says_which(without_launchers, offered, taken):
+    device = stub_cuda.offer(without_launchers, *offered)
+    stub_cuda.stand_in(without_launchers)
     fast = sj_tac.convert(csnn(), "preserve", 2)
     with torch.no_grad():
         fast(frames(4, 2, 2, 8, 8))
@@ -126,10 +112,10 @@ def test_auto_takes_the_first_launcher_that_works_and_the_report_says_which(mach
 
 
 @pytest.mark.parametrize("launcher", launchers.NAMES)
-def test_a_named_launcher_is_a_contract(machine, launcher):
+def test_a_named_launcher_is_a_contract(without_launchers, launcher):
     (other,) = set(launchers.NAMES) - {launcher}
-    stub_cuda.offer(machine, other)
-    stub_cuda.stand_in(machine)
+    stub_cuda.offer(without_launchers, other)
+    stub_cuda.stand_in(without_launchers)
     y, needs = torch.randn(2, 1, 2, 4, 4), {"cupy": "need CuPy, whose import says", "nvrtc": "need cuda-bindings, whose"}
     for call in (lambda: fire(y, node("lif"), backend=launcher), lambda: sj_tac.convert(csnn(), backend=launcher)):
         with pytest.raises(
@@ -140,9 +126,9 @@ def test_a_named_launcher_is_a_contract(machine, launcher):
         aggregate(torch.randn(2, 1), [0.5, 0.5], 2, backend=launcher)
 
 
-def test_an_operator_of_nobody_takes_what_works_and_refuses_what_is_not_there(machine):
-    stub_cuda.offer(machine, "nvrtc")
-    stub_cuda.stand_in(machine)
+def test_an_operator_of_nobody_takes_what_works_and_refuses_what_is_not_there(without_launchers):
+    stub_cuda.offer(without_launchers, "nvrtc")
+    stub_cuda.stand_in(without_launchers)
     x, weights = torch.randn(4, 3), torch.rand(4)
     before = RUNS["aggregate", "nvrtc"]
     torch.ops.sj_tac.aggregate(x, weights, 2)
@@ -150,18 +136,20 @@ def test_an_operator_of_nobody_takes_what_works_and_refuses_what_is_not_there(ma
     with pytest.raises(BackendError, match=r"no launcher 'opencl' .*, only \['cupy', 'nvrtc'\]"):
         torch.ops.sj_tac.aggregate(x, weights, 2, "opencl")
     for name in ("cuda", "cuda.bindings", "cuda.bindings.nvrtc", "cuda.bindings.driver"):
-        machine.setitem(sys.modules, name, None)
+        without_launchers.setitem(sys.modules, name, None)
     stub_cuda.forget()
     with pytest.raises(BackendError, match=r"need CuPy.*; the nvrtc kernels need cuda-bindings.*; backend=\"reference\""):
         torch.ops.sj_tac.aggregate(x, weights, 2)
 
 
 @pytest.mark.parametrize("launcher", launchers.NAMES)
-def test_a_launch_runs_on_its_own_device(machine, launcher):
+def test_a_launch_runs_on_its_own_device(without_launchers, launcher):
     """Device 1 and its stream, whatever is current, and though no argument is a tensor."""
     asked = []
-    found = stub_cuda.offer(machine, launcher)
-    machine.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: (asked.append(index), stub_cuda.STREAM)[1])
+    found = stub_cuda.offer(without_launchers, launcher)
+    without_launchers.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: (asked.append(index), stub_cuda.STREAM)[1]
+    )
     x, weights, out = torch.ones(2, 32), torch.ones(2), torch.zeros(1, 32)
     arguments = [cuda.np.uint64(t.data_ptr()) for t in (x, weights, out)] + [cuda.np.int32(2), cuda.np.int64(32)]
     _, launch = launchers.named(launcher)
@@ -173,17 +161,17 @@ def test_a_launch_runs_on_its_own_device(machine, launcher):
     assert len(found.calls) == 1  # an empty batch launches nothing
 
 
-def test_what_nvrtc_compiled_is_kept_and_a_folder_that_cannot_be_written_to_is_no_error(machine, tmp_path):
-    stub_cuda.offer(machine, "nvrtc")
+def test_what_nvrtc_compiled_is_kept_and_a_folder_that_cannot_be_written_to_is_no_error(without_launchers, tmp_path):
+    stub_cuda.offer(without_launchers, "nvrtc")
     assert nvrtc_launch.problem() == ""
     (kept,) = (tmp_path / "kernels").iterdir()
     assert kept.read_bytes().decode() == cuda.PROBE.source()
-    machine.setattr(nvrtc_launch, "compiled", lambda *_: pytest.fail("compiled again"))
+    without_launchers.setattr(nvrtc_launch, "compiled", lambda *_: pytest.fail("compiled again"))
     stub_cuda.forget()
     assert nvrtc_launch.problem() == ""
-    machine.undo()
-    machine.setenv("SJ_TAC_CACHE", str(kept))  # a file
-    machine.setattr(nvrtc_launch, "compiled", lambda *_: b"code")
+    without_launchers.undo()
+    without_launchers.setenv("SJ_TAC_CACHE", str(kept))  # a file
+    without_launchers.setattr(nvrtc_launch, "compiled", lambda *_: b"code")
     assert nvrtc_launch._code(cuda.PROBE, "sm_90") == b"code"
 
 
@@ -194,8 +182,8 @@ def test_nvrtc_itself_compiles_and_says_why_not():
         nvrtc_launch.compiled("int x = ;", "sm_90")
 
 
-def test_a_driver_that_refuses_is_reported_with_the_kernel_and_the_device(machine):
-    stub_cuda.offer(machine, "nvrtc")
+def test_a_driver_that_refuses_is_reported_with_the_kernel_and_the_device(without_launchers):
+    stub_cuda.offer(without_launchers, "nvrtc")
     sys.modules["cuda.bindings.driver"].cuLaunchKernel = lambda *_: (stub_cuda.FAILED,)
     says = r"kernel aggregate_forward failed on cuda:1 with cuda-bindings .*CUDA_ERROR_INVALID_VALUE; backend=\"reference\""
     with pytest.raises(BackendError, match=says):
@@ -209,8 +197,8 @@ def test_a_driver_that_refuses_is_reported_with_the_kernel_and_the_device(machin
 
 
 @pytest.mark.parametrize("launcher", launchers.NAMES)
-def test_what_was_prepared_runs_in_the_context_of_its_device_and_leaves_that_of_the_thread(machine, launcher):
-    device = stub_cuda.offer(machine, launcher)
+def test_what_was_prepared_runs_in_the_context_of_its_device_and_leaves_that_of_the_thread(without_launchers, launcher):
+    device = stub_cuda.offer(without_launchers, launcher)
     x, weights, out = torch.ones(2, 32), torch.ones(2), torch.zeros(1, 32)
     numbers = cuda.np.int32(2), cuda.np.int64(32)
     ready = launchers.prepared(launcher, cuda.Launch(cuda.PROBE, 1, numbers, 0, torch.device("cuda", 1)))

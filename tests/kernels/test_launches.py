@@ -22,7 +22,7 @@ from sj_tac.kernels.weights import _at_once, decay_weights
 pytestmark = pytest.mark.skipif(bool(shim.MISSING), reason=shim.MISSING)
 
 
-device = stub_cuda.device
+without_launchers, device = stub_cuda.without_launchers, stub_cuda.device
 
 
 def test_drives_of_different_lengths_are_refused_and_not_guessed(device):

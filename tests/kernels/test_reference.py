@@ -5,26 +5,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from sj_tac import functional
-from sj_tac.kernels import reference
-from sj_tac.kernels.weights import group_lengths
 
 steps = st.integers(1, 40)
 sizes = st.integers(1, 12)
-
-
-@given(steps, sizes)
-def test_groups_cover_all_frames_once(total, size):
-    lengths = group_lengths(total, size)
-    assert sum(lengths) == total
-    assert all(n == size for n in lengths[:-1])
-    assert 1 <= lengths[-1] <= size
-
-
-@given(steps, sizes)
-def test_each_frame_is_repeated_as_often_as_it_is_told(total, size):
-    lengths = group_lengths(total, size)
-    x = torch.randn(len(lengths), 2, 3, dtype=torch.float64)
-    assert torch.equal(reference.repeat(x, lengths), x.repeat_interleave(torch.tensor(lengths), 0))
 
 
 @given(steps, sizes, st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
@@ -47,12 +30,6 @@ def test_half_sums_do_not_lose_small_frames():
     """256 frames of 1 summed in bfloat16 itself would stop growing at 256 / 2."""
     x = torch.ones(512, 1, dtype=torch.bfloat16)
     assert functional.aggregate(x, [1.0] * 512, 512).item() == 512
-
-
-def test_aggregate_has_the_right_gradients():
-    x = torch.randn(7, 2, 3, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, w: functional.aggregate(a, w, 3), (x, weights))
 
 
 @given(st.floats(0.05, 1.0), st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -1,66 +1,55 @@
 """Weights, collapse modes, stretch, BatchNorm statistics, gradients: the options of TAC and TACTP, against definitions."""
 
 import copy
+import re
 
 import pairs
 import pytest
 import torch
+from defined import given, same
 from spikingjelly.activation_based import functional, layer
 from support import conv, frames, node, norm
+from torch import nn
 
+import sj_tac
 from sj_tac import TAC, TACTP
 from sj_tac.errors import ConversionError, InputError, PolicyError
 from sj_tac.rewrites.gate import as_defined, gate_of
 
+POOLS = {
+    "none": lambda: None,
+    "max": lambda: layer.MaxPool2d(2, step_mode="m"),
+    "avg": lambda: layer.AvgPool2d(2, step_mode="m"),
+}
+OPERATORS = {
+    "learned": (TACTP, {"weights": "learned"}),
+    "uniform, max": (TACTP, {"weights": "uniform"}),
+    "paper, avg": (TACTP, {"normalize": False}),
+    "binary": (TAC, {}),
+    "paper, binary, max": (TAC, {"normalize": False}),
+    "count, max": (TAC, {"spikes": "count"}),
+    "count in frames, avg": (TAC, {"spikes": "count", "emit": "frames"}),
+}
 
-def literal_drive(convolution, normalize, x, weights):
-    """BN(conv(sum_j w_j x_j)) of one group, frame by frame."""
-    aggregated = sum(w * frame for w, frame in zip(weights, x, strict=True))
-    return normalize(convolution(aggregated.unsqueeze(0)))
 
-
-@pytest.mark.parametrize(("weights", "k"), [("decay", 3), ("uniform", 2), ("learned", 5)])
-def test_preserve_drives_every_step_of_a_group_alike(weights, k):
+@pairs.parametrize(operator=OPERATORS, kind=["lif", "plif", "if"], k=[2, 3, 8], train=[True, False])
+def test_an_operator_is_what_convert_makes_of_its_chain(operator, kind, k, train):
+    """Which is compared with its definition elsewhere; the statistics of a short last group are those of its frames."""
     torch.manual_seed(0)
-    convolution, normalize, spiking = (m.double() for m in (conv(), norm(), node("lif", tau=3.0, v_threshold=0.4)))
-    steps, beta = 8, 1 - 1 / 3.0
-    x = frames(steps, 2, 2, 5, 5, dtype=torch.float64)
-    operator = TACTP(*copy.deepcopy([convolution, normalize, spiking]), k, weights=weights)
-    if weights == "learned":
-        with torch.no_grad():
-            operator.conv.tac_logits.add_(torch.linspace(-1, 1, k))
-    drives = []
-    for start in range(0, steps, k):
-        group = x[start : start + k]
-        length = len(group)
-        decay = [beta ** (length - 1 - j) for j in range(length)]
-        if weights == "uniform":
-            decay = [1.0] * length
-        if weights == "learned":
-            decay = operator.conv.tac_logits[-length:].exp().tolist()
-        drive = literal_drive(convolution, normalize, group, [w / sum(decay) for w in decay])
-        drives.append(drive.expand(length, *drive.shape[1:]))
-    expected = copy.deepcopy(spiking)(torch.cat(drives))
-    assert 0 < expected.mean() < 1
-    assert torch.equal(operator(x), expected)
-
-
-@pytest.mark.parametrize(("steps", "pool"), [(4, None), (10, "max"), (10, "avg"), (3, "max")])
-def test_count_is_the_mean_of_the_steps_after_the_pool(steps, pool):
-    torch.manual_seed(0)
-    k = 4
-    made = {"max": lambda: layer.MaxPool2d(2, step_mode="m"), "avg": lambda: layer.AvgPool2d(2, step_mode="m")}
-    pooling = made[pool]() if pool else None
-    parts = [m.double() for m in (conv(), norm(), node("if", v_reset=None, v_threshold=0.6))]
-    x = frames(steps, 2, 2, 6, 6, dtype=torch.float64)
-    count = TAC(*copy.deepcopy(parts), k, pool=copy.deepcopy(pooling), spikes="count")
-    preserve = TACTP(*copy.deepcopy(parts), k, pool=copy.deepcopy(pooling))
-    spikes = preserve(x)
-    expected = torch.stack([spikes[start : start + k].mean(0) for start in range(0, steps, k)])
-    torch.testing.assert_close(count(x), expected)
-    torch.testing.assert_close(count.neuron.v, preserve.neuron.v, rtol=1e-9, atol=1e-9)
-    in_frames = TAC(*copy.deepcopy(parts), k, pool=copy.deepcopy(pooling), spikes="count", emit="frames")(x)
-    torch.testing.assert_close(in_frames, expected.repeat_interleave(k, 0)[:steps])
+    build, options = OPERATORS[operator]
+    pool = [POOLS[name]() for name in ("max", "avg") if operator.endswith(name)]
+    chain = nn.Sequential(conv(), norm(), node(kind, v_reset=None, v_threshold=0.3), *pool).double().train(train)
+    setting = {"mode": "preserve" if build is TACTP else "collapse", "k": k, "spikes": "binary", "emit": "groups"} | options
+    made = build(*copy.deepcopy(chain[:3]), k, pool=copy.deepcopy(pool[0]) if pool else None, fuse=False, **options)
+    net = sj_tac.convert(chain, {"default": setting}, fuse=False)
+    if "weights" in options and options["weights"] == "learned":
+        for logits in (made.conv.tac_logits, net[0].tac_logits):
+            logits.data.add_(torch.linspace(-1, 1, k))
+    found, expected = (given(of.train(train), frames(10, 2, 2, 6, 6, dtype=torch.float64)) for of in (made, net))
+    assert 0 < expected["output 0"].mean() < 1
+    names = {"conv": "0", "norm": "1", "neuron": "2"}
+    same({re.sub(r"conv|norm|neuron", lambda m: names[m[0]], name): value for name, value in found.items()}, expected)
+    assert list(made.state_dict()) == [f"{dict(zip('012', names, strict=True))[n[0]]}{n[1:]}" for n in net.state_dict()]
 
 
 def test_stretch_makes_a_frame_stand_for_several_steps():
@@ -78,69 +67,6 @@ def test_stretch_makes_a_frame_stand_for_several_steps():
         torch.testing.assert_close(stretched.neuron.v, plainly.neuron.v, rtol=0, atol=1e-12)
     with pytest.raises(PolicyError, match=r"k=3 is no multiple of 2, the steps that a frame stands for"):
         TACTP(*copy.deepcopy(parts), 3, stretch=2)
-
-
-def test_batch_statistics_weigh_a_tail_by_its_length():
-    torch.manual_seed(0)
-    k, steps = 4, 10
-    x = frames(steps, 2, 2, 6, 6)
-    for operator_class in (TACTP, TAC):
-        parts = [conv(), norm(), node("lif", tau=2.0, v_threshold=0.3)]
-        normalize = copy.deepcopy(parts[1]).train()
-        # The definition: the group's drive stands for as many frames as the group has.
-        drives = []
-        for start in range(0, steps, k):
-            group = x[start : start + k]
-            weights = [0.5 ** (len(group) - 1 - j) for j in range(len(group))]
-            drive = parts[0](sum(w / sum(weights) * f for w, f in zip(weights, group, strict=True)).unsqueeze(0))
-            drives.append(drive.expand(len(group), *drive.shape[1:]))
-        normalize(torch.cat(drives))
-        operator = operator_class(*parts, k).train()
-        operator(x)
-        torch.testing.assert_close(operator.norm.running_mean, normalize.running_mean)
-        torch.testing.assert_close(operator.norm.running_var, normalize.running_var)
-
-
-@pytest.mark.parametrize(
-    ("build", "decay_input"), [(TACTP, True), (TAC, False), (lambda *p, **o: TAC(*p, spikes="count", **o), True)]
-)
-def test_plif_gradients_flow_through_weights_and_decay(build, decay_input):
-    """Finite differences in float64, with a surrogate whose forward is smooth, so that the loss has a derivative."""
-    torch.manual_seed(0)
-    parts = [m.double() for m in (conv(), norm(), node("plif", None, decay_input, v_threshold=0.5))]
-    operator = build(*parts, k=3)
-    operator.neuron.surrogate_function.set_spiking_mode(False)
-    x = torch.rand(7, 2, 2, 5, 5, dtype=torch.float64)
-
-    def loss(w):
-        functional.reset_net(operator)
-        with torch.no_grad():
-            operator.neuron.w.copy_(w)
-        y = operator(x)
-        return (y * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)).sum()
-
-    w = torch.tensor(0.3, dtype=torch.float64)
-    loss(w).backward()
-    h = 1e-5
-    numeric = (loss(w + h) - loss(w - h)).item() / (2 * h)
-    assert abs(numeric) > 1e-3
-    assert operator.neuron.w.grad.item() == pytest.approx(numeric, rel=1e-6)
-
-
-def test_learned_logits_start_at_the_decay_weights_and_train():
-    torch.manual_seed(0)
-    parts = [m.double() for m in (conv(), norm(), node("lif", tau=5.0, v_threshold=0.4))]
-    x = frames(8, 2, 2, 5, 5, dtype=torch.float64)
-    learned = TACTP(*copy.deepcopy(parts), 4, weights="learned")
-    decayed = TACTP(*copy.deepcopy(parts), 4)
-    softmax = torch.softmax(learned.conv.tac_logits, 0)
-    expected = torch.tensor([0.8**3, 0.8**2, 0.8, 1], dtype=torch.float64)
-    torch.testing.assert_close(softmax, expected / expected.sum())
-    assert torch.equal(learned(x), decayed(x))
-    learned(x).sum().backward()
-    assert learned.conv.tac_logits.grad.abs().sum() > 0
-    assert "conv.tac_logits" in learned.state_dict()
-    assert "conv.tac_logits" not in TACTP(*copy.deepcopy(parts), 1, weights="learned").state_dict()
 
 
 def test_wrong_children_and_options_are_refused_by_name():
@@ -169,13 +95,6 @@ def test_input_that_is_not_frames():
             operator(torch.zeros(shape))
 
 
-# ---- as one operator, against its own modules one after the other (``fuse=False``) ------------------------------------
-
-POOLS = {
-    "none": lambda: None,
-    "max": lambda: layer.MaxPool2d(2, step_mode="m"),
-    "avg": lambda: layer.AvgPool2d(2, step_mode="m"),
-}
 BUILDS = {
     "preserve": TACTP,
     "binary": TAC,

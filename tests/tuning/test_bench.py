@@ -2,7 +2,6 @@
 
 import json
 
-import costs
 import pytest
 import torch
 from support import csnn, frames, only_v2, time_by_k
@@ -97,14 +96,6 @@ def test_without_labels_there_is_no_accuracy_and_bad_input_is_named(tmp_path, mo
         bench(None, X, {})
     with pytest.raises(BatchError, match="there are no batches"):
         bench(csnn().double(), [], {})
-
-
-def test_rows_are_named_by_what_was_asked_for(tmp_path, monkeypatch):
-    time_by_k(monkeypatch)
-    sj_tac.Policy.from_dict({"default": {"k": 4}}).save(tmp_path / "p.yaml")
-    found = bench(csnn(), costs.X, ["preserve:2", tmp_path / "p.yaml"], rounds=1, progress=False)
-    assert [row.name for row in found.rows][-2:] == ["preserve k=2", str(tmp_path / "p.yaml")]
-    assert found[str(tmp_path / "p.yaml")].macs * 2 == found["preserve k=2"].macs
 
 
 def test_conversions_are_matched_as_by_hand(monkeypatch):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from matched import K, X, fitted, narrow, watched
+from matched import K, X, fitted, matched, narrow, watched
 from spikingjelly.activation_based import functional, layer
 from support import awake, conv, frames, node, norm, only_v2, same_state
 from torch import nn
@@ -47,16 +47,12 @@ def taken_back(net, how):
 
 @pytest.mark.parametrize("how", list(TAKEN_BACK))
 def test_what_the_user_did_since_stays_and_the_rest_goes_back(how):
-    source = bare()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
+    source, fast = matched("moments", bare)
     with torch.no_grad():
         fast[0].bias += 1.0
     torch.testing.assert_close(taken_back(fast, how)[0].bias, source[0].bias + 1.0)
     # A module in the place of another is in nobody's way.
-    source = narrow()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
+    source, fast = matched("moments")
     fast[4] = norm(6)
     own = copy.deepcopy(fast[4].state_dict())
     assert "matched by" not in str(sj_tac.report(fast).notes)
@@ -67,9 +63,7 @@ def test_what_the_user_did_since_stays_and_the_rest_goes_back(how):
 
 @pytest.mark.parametrize(("how", "make"), [*zip(TAKEN_BACK, [narrow, bare, bare, narrow], strict=True)])
 def test_a_checkpoint_that_was_loaded_since_stays(how, make):
-    source = make()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
+    source, fast = matched("moments", make)
     loaded = {k: 1.5 * v if v.is_floating_point() else v for k, v in source.state_dict().items()}
     fast.load_state_dict(loaded)
     back = taken_back(fast, how).state_dict()
@@ -78,9 +72,7 @@ def test_a_checkpoint_that_was_loaded_since_stays(how, make):
 
 @pytest.mark.parametrize("make", [narrow, bare])
 def test_what_came_matched_is_not_taken_for_the_source(make):
-    source = make()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
+    source, fast = matched("moments", make)
     state = copy.deepcopy(fast.state_dict())
 
     def loaded(k=4):
@@ -127,9 +119,7 @@ def test_recalibrated_and_matched_nets_are_told_apart():
 
 
 def test_a_net_that_changes_precision_is_restored():
-    source = narrow()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
+    source, fast = matched("moments")
     assert same_state(sj_tac.restore(fast.half()), copy.deepcopy(source).half())
 
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from matched import X, fitted, narrow
+from matched import X, fitted, matched, narrow
 from spikingjelly.activation_based import layer
 from support import csnn, node, same_state
 from torch import nn
@@ -38,35 +38,12 @@ def test_undo_and_restore_give_the_source_bit_for_bit(policy, method):
         sj_tac.match(fast, undo=True)
 
 
-def test_set_k_takes_it_back():
-    source = narrow()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
-    assert not same_state(fast, source)
-    sj_tac.set_k(fast, 4)
-    assert not same_state(fast, source)
-    assert "matched by 'moments'" in str(sj_tac.report(fast).notes)
-    sj_tac.set_k(fast, 2, layers="3")
-    assert same_state(fast, source)
-    assert "matched" not in str(sj_tac.report(fast).notes)
-
-
 def test_twice_starts_from_the_source_again():
-    fast = sj_tac.convert(narrow(), "preserve", 4)
-    fitted(fast, "moments")
+    _, fast = matched("moments")
     once = copy.deepcopy(fast.state_dict())
     fitted(fast, "rates", 1 - X)
     fitted(fast, "moments")
     assert all(torch.equal(a, b) for a, b in zip(once.values(), fast.state_dict().values(), strict=True))
-
-
-def test_convert_does_both():
-    source = narrow(lambda: node("if"))
-    by_hand = sj_tac.convert(source, "preserve", 4)
-    done = sj_tac.match(by_hand, X, progress=False)
-    at_once = sj_tac.convert(source, "preserve", 4, match=X)
-    assert same_state(at_once, by_hand)
-    assert f"matched by {done.method!r}" in str(sj_tac.report(at_once).notes)
 
 
 def test_a_report_warns_of_deep_nets_of_if_neurons_until_they_are_matched():
@@ -95,9 +72,7 @@ def test_nothing_else_of_the_net_is_touched():
 
 
 def test_bad_input_changes_nothing():
-    source = narrow()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
+    source, fast = matched("moments")
     before = copy.deepcopy(fast.state_dict())
     nan = torch.full_like(X, torch.nan)
     for bad, error, message in (
@@ -133,9 +108,7 @@ def test_bad_input_changes_nothing():
 
 
 def test_a_matched_checkpoint_loads_anywhere_and_says_where_it_does_not_fit():
-    source = narrow()
-    fast = sj_tac.convert(source, "preserve", 4)
-    fitted(fast, "moments")
+    source, fast = matched("moments")
     file = io.BytesIO()
     torch.save(fast.state_dict(), file)
     file.seek(0)

@@ -9,12 +9,11 @@ from functools import cache
 import costs
 import pytest
 import torch
-from spikingjelly.activation_based import layer
 from support import csnn, frames, no_collapse, same_state, time_by_k
 from torch import nn
 
 import sj_tac
-from sj_tac.errors import BatchError, ConversionError, PolicyError, SearchError
+from sj_tac.errors import BatchError, PolicyError, SearchError
 from sj_tac.rewrites.pipeline import convert_with
 from sj_tac.tuning.batches import Batch
 from sj_tac.tuning.evidence import Trial, frontier
@@ -207,27 +206,9 @@ def test_it_leaves_the_model_alone_and_what_it_returns_converts(tmp_path, monkey
     policy.save(tmp_path / "p.yaml")
     fast = sj_tac.convert(csnn(), tmp_path / "p.yaml")
     assert [v.k for v in sj_tac.report(fast).converted] == [r.k for r in policy.rules if r.mode != "keep"]
-    content = json.loads((tmp_path / "e.json").read_text())
-    assert content["chosen"] in [t["name"] for t in content["trials"]]
-    assert set(content["frontier"]) <= {t["name"] for t in content["trials"]}
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
-    for words in ("Pareto frontier", "check it on others", content["chosen"]):
+    for words in ("Pareto frontier", "check it on others", json.loads((tmp_path / "e.json").read_text())["chosen"]):
         assert words in " ".join(str(policy.evidence).split())
-
-
-def test_metrics_of_ones_own():
-    def spikes(net, batches):
-        assert not net.training
-        (frames,) = batches
-        return -net(frames).sum().item()
-
-    policy = sj_tac.search(csnn(), costs.X, metric=spikes, max_drop=1e9, ks=(1, 4), progress=False, cost=costs.cost)
-    assert policy.evidence.metric.endswith("spikes")
-    assert [r.k for r in policy.rules] == [4, 4, 4]
-    # Without labels it is agreement, whatever is right.
-    assert (
-        sj_tac.search(csnn(), costs.X, max_drop=1, ks=(2,), cost=costs.cost, progress=False).evidence.metric == "agreement"
-    )
 
 
 def test_what_cannot_be_reached_is_said_with_the_nearest():
@@ -291,15 +272,6 @@ def test_bad_options(kind, message, options):
         sj_tac.search(csnn(), frames(6, 4, 2, 8, 8), progress=False, **options)
 
 
-def test_nets_and_batches_that_cannot_be_searched():
-    with pytest.raises(ConversionError, match="no convolution of Sequential can be converted"):
-        sj_tac.search(nn.Sequential(layer.Conv2d(2, 3, 3, step_mode="m")), costs.X, progress=False)
-    with pytest.raises(ConversionError, match="cannot be converted again"):
-        sj_tac.search(sj_tac.convert(csnn()), costs.X)
-    with pytest.raises(BatchError, match="there are no batches"):
-        sj_tac.search(csnn(), iter([]))
-
-
 def test_auto_diagnoses_searches_and_gives_the_net_that_its_evidence_measured(monkeypatch):
     time_by_k(monkeypatch)
     x = frames(8, 40, 2, 8, 8)
@@ -328,14 +300,10 @@ def test_linear_layers_are_searched_where_they_are_asked_for():
 
 
 def test_auto_says_what_it_needs():
-    with pytest.raises(PolicyError, match=r'convert\(model, "auto", calibration=batches\)'):
-        sj_tac.convert(csnn(), "auto")
     with pytest.raises(PolicyError, match=r'calibration= is for policy="auto"; with policy=.preserve.'):
         sj_tac.convert(csnn(), calibration=costs.X)
     with pytest.raises(PolicyError, match="drop k=4"):
         sj_tac.convert(csnn(), "auto", 4, calibration=costs.X)
-    with pytest.raises(PolicyError, match=r'policy="auto" is measured'):
-        sj_tac.plan(csnn(), "auto")
 
 
 @pytest.mark.parametrize(("typed", "made"), [(SearchOptions, Search), (MeasurementOptions, Measurement)])
