@@ -66,8 +66,9 @@ def convert(
             point of accuracy is lost on them; without, the predictions of 99 % stay. The net is matched by them, and its
             report carries the evidence.
         dtype: torch.bfloat16 (or float16): the convolutions of all converted layers compute in it, where the machine has
-            instructions for it; neurons, norms and what goes in and out stay as they are. Under torch.autocast it has no
-            meaning. A policy's key ``dtype`` says so for single layers.
+            instructions for it; neurons, norms and what goes in and out stay as they are. torch.int8: weights are rounded to
+            it in inference, on a CPU with VNNI, where a layer reads spikes or sums of them; a report says which layers do.
+            Under torch.autocast none has a meaning. A policy's key ``dtype`` says so for single layers.
         match: a few batches of frames, labels or none: ``sj_tac.match`` corrects the converted net by them.
 
     Returns:

@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import yaml
@@ -254,7 +254,7 @@ class Policy(BaseModel):
 
 
 def as_policy(policy: object, k: object = 2) -> Policy:  # noqa: C901  (one check after the other)
-    """The policy that ``convert`` was given: a mode ("preserve", "preserve:4"), a dict, a Policy or a path.
+    """The policy that ``convert`` was given: a mode ("preserve", "preserve:4:int8"), a dict, a Policy or a path.
 
     ``k`` is the default's where it sets none.
 
@@ -266,7 +266,7 @@ def as_policy(policy: object, k: object = 2) -> Policy:  # noqa: C901  (one chec
             f"k={_shown(k)} must be an int of at least 1 (the number of frames that share one convolution), {MOST:,} at most"
         )
     if isinstance(policy, str) and policy.partition(":")[0] in ("preserve", "collapse", "keep") and ":" in policy:
-        policy, k = _mode_and_k(policy, k)
+        return Policy(default=_said_in_short(policy, k))
     if policy == "exact":
         if k not in (1, 2):
             raise PolicyError(f'policy="exact" aggregates nothing, so that k={k} has no meaning there; drop it')
@@ -321,14 +321,17 @@ def with_dtype(policy: object, k: object, dtype: object) -> Policy:
     return changed
 
 
-def _mode_and_k(text: str, k: int) -> tuple[str, int]:
-    """What "preserve:4" says. Raises PolicyError."""
-    mode, _, said = text.partition(":")
-    if not (said.isascii() and said.isdigit() and len(said) < 9 and 1 <= int(said) <= MOST) or mode == "keep":
-        raise PolicyError(f"policy={_shown(text)}: write the k after a colon, as in preserve:4 or collapse:8, 1 to {MOST:,}")
+def _said_in_short(text: str, k: int) -> Settings:
+    """What "preserve:4" or "preserve:4:int8" says. Raises PolicyError."""
+    mode, said, *rest = text.split(":")
+    dtype, more = (rest or [SOURCE])[0], rest[1:]
+    is_k = said.isascii() and said.isdigit() and len(said) < 9 and 1 <= int(said) <= MOST
+    if not is_k or mode == "keep" or more or dtype not in get_args(Dtype):
+        form = f"write the k after a colon, as in preserve:4 or collapse:8, 1 to {MOST:,}"
+        raise PolicyError(f"policy={_shown(text)}: {form}, and behind another the dtype, as in preserve:4:int8")
     if k not in (2, int(said)):
         raise PolicyError(f"k={k} is given beside policy={text!r}; drop one of the two")
-    return mode, int(said)
+    return Settings.build(mode=mode, k=int(said), dtype=dtype)
 
 
 def _shown(value: Any) -> str:

@@ -47,7 +47,7 @@ BatchFirst = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table")]
 AsHtml = Annotated[Path | None, typer.Option("--html", help="the report as an HTML page of its own, too")]
-PolicyOption = Annotated[str, typer.Option(help="preserve, collapse, keep, preserve:4, or a policy file")]
+PolicyOption = Annotated[str, typer.Option(help="preserve, collapse, keep, preserve:4, preserve:4:int8, or a policy file")]
 K = Annotated[int, typer.Option(help="frames per convolution where the policy does not say")]
 Rounds = Annotated[int, typer.Option(min=1, help="timed rounds; medians are shown")]
 Seed = Annotated[int, typer.Option(help="of everything random")]

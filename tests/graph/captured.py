@@ -116,7 +116,7 @@ def fused(net, which=-1):
     """How many neurons of a graph run in kernels, and how many do not."""
     text = graphs(net)[which].code
     lines = text.splitlines()
-    return sum("= sj_tac_rewrites_lower_run" in line for line in lines), text.count("neuron_steps")
+    return sum("= sj_tac_rewrites_lower_fire" in line for line in lines), text.count("neuron_steps")
 
 
 def wide():
