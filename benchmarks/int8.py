@@ -3,7 +3,8 @@
     python -m benchmarks.int8 --threads 2 --nets paper-dvs sew_resnet18 --out int8.md
 
 SpikingJelly: BatchNorm folded, channels_last, eager and compiled (weights frozen); the faster is what is compared with. The
-bound is the bare convolutions in int8, all but the first, which is in float32. Memory is kept.
+bound is the bare convolutions and Linears in int8, all but the first, which is in float32. Linears that drive neurons are
+converted, too. Memory is kept.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def rows(name: str, ks: list[int], rounds: int, compiles: bool) -> list[str]:
         hosts["compiled"] = torch.compile(conv_bn_fusion.fuse_conv_bn_eval_modules(net), options={"freezing": True})
     found: dict[str, nn.Module] = dict(hosts)
     for k in ks:
-        found[f"float32 {k}"] = sj_tac.convert(net, "preserve", k)
-        found[f"int8 {k}"] = sj_tac.convert(net, "preserve", k, dtype=torch.int8)
+        for label, dtype in (("float32", "source"), ("int8", "int8")):
+            policy = {"layers": ["conv", "linear"], "default": {"mode": "preserve", "k": k, "dtype": dtype}}
+            found[f"{label} {k}"] = sj_tac.convert(net, policy)
 
     def call(module: nn.Module) -> None:
         functional.reset_net(module)

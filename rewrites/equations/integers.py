@@ -5,6 +5,7 @@ of the convolution alone (kernels/cpu/int8.py). Whole numbers stay whole through
 
     fire(.., sums), AvgPool inside of it           numbers up to S, and S times the pool's area
     reshapes, expand, cat                          the same numbers
+    adaptive AvgPool to more places                each several times
     a + b                                          of the same S: as many spikes deep as both
     aggregate(a + b) = aggregate(a) + aggregate(b)
     fire(..) + b = fire(.., joined=b)              nobody else reads the spikes
@@ -125,7 +126,7 @@ def _whole(node: Any) -> Whole | None:
         return None
     if node.target is operator.getitem and node.args[0].target is fire and node.args[1] == 0:
         return _of_fire(node.args[0])
-    if node.target in RESHAPES or node.target is EXPAND:
+    if node.target in RESHAPES or node.target is EXPAND or _times(node):
         return _whole(node.args[0])
     if node.target is torch.cat:
         first, *rest = map(_whole, node.args[0])
@@ -140,6 +141,16 @@ def _whole(node: Any) -> Whole | None:
         of = _whole(x)
         return None if of is None or of.sums is not None else of._replace(sums=(tuple(weights), by, steps))
     return None
+
+
+def _times(node: Node) -> tuple[int, int] | None:
+    """Return how often an adaptive AvgPool gives each row and each column; None for what is none, or takes means."""
+    if node.target is not F.adaptive_avg_pool2d or not is_tensor(node.args[0]):
+        return None
+    before, after = shape(node.args[0])[-2:], shape(node)[-2:]
+    if not all(type(size) is int for size in (*before, *after)) or any(b % a for a, b in zip(before, after, strict=True)):
+        return None
+    return after[0] // before[0], after[1] // before[1]
 
 
 def _alike(a: Node, b: Node) -> bool:
@@ -196,6 +207,11 @@ def real(x: Tensor, sums: tuple[Any, ...] | None, area: int, top: int) -> Tensor
 def add(a: Tensor, b: Tensor) -> Tensor:
     """Return the sum of whole numbers."""
     return a + b
+
+
+def spread(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return whole numbers with each row and each column so many times."""
+    return x.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
 
 
 def aggregate(x: Tensor, weights: tuple[float, ...], by: Tensor | None, steps: int, top: int) -> Tensor:
@@ -265,13 +281,15 @@ class _Rewriting:
             return self._like(node, add, tuple(map(self.numbers, node.args)))
         if node.target is torch.cat:
             return self._like(node, torch.cat, ([self.numbers(one) for one in node.args[0]], *node.args[1:]))
+        if times := _times(node):
+            return self._like(node, spread, (self.numbers(node.args[0]), *times))
         target = "reshape" if node.target == "view" else node.target
         return self._like(node, target, (self.numbers(node.args[0]), *node.args[1:]))
 
     def _like(self, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
         """Emit what gives whole numbers of a node's shape."""
-        fake = node.meta["example_value"]
-        return emit(node, target, args, dict(node.kwargs), made=lambda: fake.new_empty(fake.shape, dtype=torch.uint8))
+        fake, kwargs = node.meta["example_value"], dict(node.kwargs) if target == node.target else {}
+        return emit(node, target, args, kwargs, made=lambda: fake.new_empty(fake.shape, dtype=torch.uint8))
 
     def _root(self, spikes: Node) -> Node:
         """Let a fire write whole numbers, and who reads its frames read them over S."""
@@ -340,7 +358,9 @@ def _move(before: Node, node: Node) -> None:
 
 def _sweep(graph: Graph) -> None:
     """Erase what nobody reads any more of what is whole now, and of the frames beside it."""
-    own: Iterable[Any] = {add, aggregate, real, AGGREGATE, EXPAND, torch.cat} | ADDS | RESHAPES
+    own: Iterable[Any] = (
+        {add, aggregate, real, spread, AGGREGATE, EXPAND, torch.cat, F.adaptive_avg_pool2d} | ADDS | RESHAPES
+    )
     for node in reversed(list(graph.nodes)):
         if not node.users and node.target in own and not is_frozen(node):
             graph.erase_node(node)

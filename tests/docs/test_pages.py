@@ -40,6 +40,7 @@ PRINTED = {
     "convert": ["the net +│ collapse", "2 converted", "2 converted", r"^│ 2 .* 0\.\d*[1-9]", "agreement", "collapse k=4"],
     "policy": [r"conv_fc\.0 +│ kept ", "4 converted", r"rules\[0\] .*conv_fc\.00.* did you mean 'conv_fc\.0'"],
     "not-fused": [r"^cpp, fused$", r"^reference \| not fused: store_v_seq", r"^cpp, fused$"],
+    "int8": [r"^0 ", r"^4 "],
     "own-neuron": [
         r"converted .* 4 .*reference .*a SoftLIF runs its own steps",
         r"^0\.5$",
