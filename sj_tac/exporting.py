@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sj_tac import host
 from sj_tac.definition.convs import SharedConv
 from sj_tac.errors import ExportError, InputError, StateNotExportedWarning
+from sj_tac.quantized import round_weights, write_whole_weights
 from sj_tac.rewrites.arguments import as_arguments, copied
 from sj_tac.rewrites.gate import as_defined
 from sj_tac.rewrites.pipeline import deep_copy, record_of
@@ -124,16 +125,18 @@ def export_onnx(
     target = deep_copy(net, or_inplace=False)
     with host.looked_at(target):
         own = [_own_call(target, case) for case in cases]
+        rounded = round_weights(target)
         defined = [_defined_call(target, case) for case in cases]
         # With one sample more: torch takes a dimension of 1 as fixed.
         program = _exported(target, cases[-1], batch_dim)
     model = _translated(program, opset)
     outputs = len(own[0])
     _name(model, net, outputs, batch_dim)
-    found = [_run(model, case) for case in cases]
+    write_whole_weights(model, rounded)
+    found = [_run(_serialised(model), case) for case in cases]
     _drop(model, outputs)
     content = _serialised(model)
-    written = [_run_bytes(content, case) for case in cases]
+    written = [_run(content, case) for case in cases]
     differing, total, difference = 0, 0, 0.0
     for i, (out, spikes) in enumerate(defined):
         counts = _compare_spikes(spikes, found[i][outputs:], [*_neurons(net)], tolerance)
@@ -171,8 +174,8 @@ def _check(net: nn.Module, arguments: tuple[Any, ...], batch_dim: int | None) ->
             "remove them first (of pruning and weight_norm with torch.nn.utils.prune.remove and remove_weight_norm)"
         )
     for name, module in net.named_modules():
-        if isinstance(module, SharedConv) and module.sharing.dtype is not None:
-            dtype = module.sharing.dtype
+        dtype = module.sharing.dtype if isinstance(module, SharedConv) else None
+        if dtype not in (None, torch.int8):
             raise ExportError(f"layer {name!r} computes in {dtype}, and ONNX files are float32; convert without dtype")
     given = [x for x in arguments if isinstance(x, Tensor)]
     if not given or len(given) != len(arguments):
@@ -317,11 +320,7 @@ def _serialised(model: Any) -> bytes:
     return content
 
 
-def _run(model: Any, arguments: tuple[Tensor, ...]) -> list[Tensor]:
-    return _run_bytes(_serialised(model), arguments)
-
-
-def _run_bytes(content: bytes, arguments: tuple[Tensor, ...]) -> list[Tensor]:
+def _run(content: bytes, arguments: tuple[Tensor, ...]) -> list[Tensor]:
     """What onnxruntime computes, on the CPU."""
     runtime: Any = importlib.import_module("onnxruntime")
     try:

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -218,6 +220,26 @@ def test_a_machine_without_its_instructions_says_so_and_computes_in_float32(monk
         sj_tac.convert(net, rules, example_input=x)
     with pytest.warns(BackendFallbackWarning, match="int8 is for kernels, and fuse=False has none"):
         sj_tac.convert(net, "preserve", 2, dtype=torch.int8, fuse=False, example_input=x)
+
+
+@needs_vnni
+@pytest.mark.captured
+def test_an_onnx_file_has_the_weights_of_layers_in_int8_as_such(tmp_path):
+    net, x = made(adds=(False, True, True))
+    net.eval()
+    fast = sj_tac.convert(net, policy(2, dtype="int8"), example_input=x)
+    written = sj_tac.export_onnx(fast, x, tmp_path / "net.onnx", batch_dim=1)
+    assert written.spikes[0] <= 1e-3 * written.spikes[1]
+    kinds = {i.name: i.data_type for i in onnx.load(tmp_path / "net.onnx").graph.initializer}
+    in_int8 = {"blocks.1.0", "blocks.2.0", "head.1"}
+    assert {name for name, kind in kinds.items() if kind == onnx.TensorProto.INT8} == {
+        f"net.{n}.weight.whole" for n in in_int8
+    }
+    assert "net.blocks.0.0.weight" in kinds
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        assert_alike(torch.from_numpy(found), fast(x))
 
 
 @needs_vnni

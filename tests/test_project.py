@@ -75,7 +75,7 @@ FLOORS = [
     {"support", "kernels", "compat"},
     {"verdicts", "policy", "functional", "definition"},
     {"rewrites"},
-    {"operators", "experimental", "tuning"},
+    {"operators", "experimental", "tuning", "quantized"},
     {"batchnorm"},
     {"conversion", "capturing", "saving", "exporting"},
     {"cli", "__main__", "schedule"},

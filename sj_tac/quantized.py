@@ -1,0 +1,58 @@
+"""Weights of layers in int8 in an ONNX graph: whole numbers and a DequantizeLinear, a quarter of the bytes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sj_tac.definition.convs import SharedConv
+from sj_tac.kernels.cpu import int8
+from sj_tac.rewrites.gate import gate_of
+
+Rounded = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def round_weights(net: nn.Module) -> Rounded:
+    """Round the weights of the layers that run in int8, in place: by parameter, the whole numbers, and their scale [C].
+
+    A layer that was asked to, and that no captured call has run in float32, counts among them.
+    """
+    gate = gate_of(net)
+    seen = [] if gate is None else [graph.float32() for graph in gate.capture.graphs]
+    found = {}
+    for name, module in net.named_modules():
+        if isinstance(module, SharedConv) and module.sharing.dtype is torch.int8:
+            why = [reasons[module.sharing.layer] for reasons in seen if module.sharing.layer in reasons]
+            if not why or not all(why):
+                weight: Any = module.weight
+                w8, scale = int8.rounded(weight)
+                weight.data = w8.to(weight.dtype) * scale.view(-1, *[1] * (weight.dim() - 1))
+                module.sharing.dtype = None
+                found[f"{name}.weight"] = w8, scale
+    return found
+
+
+def write_whole_weights(model: Any, weights: Rounded) -> None:
+    """Put whole numbers and a DequantizeLinear in the place of the weights of these names, in a model of onnx_ir."""
+    ir: Any = importlib.import_module("onnx_ir")
+    graph = model.graph
+    for name, value in list(graph.initializers.items()):
+        match = next((key for key in weights if name == key or name.endswith(f".{key}")), None)
+        if match is None:
+            continue
+        stored = []
+        for kind, numbers in zip(("whole", "scale"), weights[match], strict=True):
+            tensor = ir.tensor(numbers.contiguous().cpu().numpy(), name=f"{name}.{kind}")
+            made = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+            graph.register_initializer(made)
+            stored.append(made)
+        node = ir.node("DequantizeLinear", stored, {"axis": 0})
+        node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = f"{name}.rounded", value.shape, value.type
+        for reader, place in list(value.uses()):
+            reader.replace_input_with(place, node.outputs[0])
+        graph.insert_before(graph[0], node)
+        del graph.initializers[name]
