@@ -41,18 +41,30 @@ def write_whole_weights(model: Any, weights: Rounded) -> None:
     ir: Any = importlib.import_module("onnx_ir")
     graph = model.graph
     for name, value in list(graph.initializers.items()):
-        match = next((key for key in weights if name == key or name.endswith(f".{key}")), None)
-        if match is None:
+        found = _rounded(torch.from_numpy(value.const_value.numpy()), name, weights)
+        if found is None:
             continue
+        w8, scale, axis = found
         stored = []
-        for kind, numbers in zip(("whole", "scale"), weights[match], strict=True):
+        for kind, numbers in (("whole", w8), ("scale", scale)):
             tensor = ir.tensor(numbers.contiguous().cpu().numpy(), name=f"{name}.{kind}")
             made = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
             graph.register_initializer(made)
             stored.append(made)
-        node = ir.node("DequantizeLinear", stored, {"axis": 0})
+        node = ir.node("DequantizeLinear", stored, {"axis": axis})
         node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = f"{name}.rounded", value.shape, value.type
         for reader, place in list(value.uses()):
             reader.replace_input_with(place, node.outputs[0])
         graph.insert_before(graph[0], node)
         del graph.initializers[name]
+
+
+def _rounded(stored: Tensor, name: str, weights: Rounded) -> tuple[Tensor, Tensor, int] | None:
+    """Return the whole numbers of a weight, their scale, and its dimension; None for what is no such weight."""
+    for key, (w8, scale) in weights.items():
+        if name == key or name.endswith(f".{key}"):
+            return w8, scale, 0
+        # torch turns the weight of a Linear, and gives it another name.
+        if w8.dim() == 2 and stored.shape == w8.t().shape and torch.equal(stored, (w8 * scale[:, None]).t().cpu()):
+            return w8.t(), scale, 1
+    return None
