@@ -30,7 +30,8 @@ def round_weights(net: nn.Module) -> Rounded:
             if not why or not all(why):
                 weight: Any = module.weight
                 w8, scale = int8.rounded(weight)
-                weight.data = w8.to(weight.dtype) * scale.view(-1, *[1] * (weight.dim() - 1))
+                # Another parameter: torch's exporter may have kept numbers of this one.
+                module.weight = nn.Parameter(w8.to(weight.dtype) * scale.view(-1, *[1] * (weight.dim() - 1)))
                 module.sharing.dtype = None
                 found[f"{name}.weight"] = w8, scale
     return found
@@ -40,23 +41,29 @@ def write_whole_weights(model: Any, weights: Rounded) -> None:
     """Put whole numbers and a DequantizeLinear in the place of the weights of these names, in a model of onnx_ir."""
     ir: Any = importlib.import_module("onnx_ir")
     graph = model.graph
-    for name, value in list(graph.initializers.items()):
-        found = _rounded(torch.from_numpy(value.const_value.numpy()), name, weights)
+    constants = [node for node in graph if node.op_type == "Constant" and "value" in node.attributes]
+    held = [(value, value.const_value) for value in graph.initializers.values()]
+    held += [(node.outputs[0], node.attributes["value"].as_tensor()) for node in constants]
+    for value, tensor in held:
+        found = _rounded(torch.from_numpy(tensor.numpy()), value.name, weights)
         if found is None:
             continue
         w8, scale, axis = found
         stored = []
         for kind, numbers in (("whole", w8), ("scale", scale)):
-            tensor = ir.tensor(numbers.contiguous().cpu().numpy(), name=f"{name}.{kind}")
+            tensor = ir.tensor(numbers.contiguous().cpu().numpy(), name=f"{value.name}.{kind}")
             made = ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
             graph.register_initializer(made)
             stored.append(made)
         node = ir.node("DequantizeLinear", stored, {"axis": axis})
-        node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = f"{name}.rounded", value.shape, value.type
+        node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = f"{value.name}.rounded", value.shape, value.type
         for reader, place in list(value.uses()):
             reader.replace_input_with(place, node.outputs[0])
         graph.insert_before(graph[0], node)
-        del graph.initializers[name]
+        if value.name in graph.initializers:
+            del graph.initializers[value.name]
+        else:
+            graph.remove(value.producer(), safe=True)
 
 
 def _rounded(stored: Tensor, name: str, weights: Rounded) -> tuple[Tensor, Tensor, int] | None:
