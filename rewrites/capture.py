@@ -64,7 +64,7 @@ class Captured:
     def __init__(self, gm: GraphModule, capture: Capture, around: Sequence[Sharing] = ()) -> None:
         self.gm, self.capture, self.around = gm, capture, around
         self.rewritten: dict[Any, GraphModule] = {}
-        self.problem = ""
+        self.problem, self._with_gradients = "", torch.is_grad_enabled()
         self._guards = _guards(gm)
         self._find()
 
@@ -100,7 +100,9 @@ class Captured:
         """Return the graph under today's settings, rewritten for them once."""
         found = self.rewritten.get(self.capture.key)
         if found is None:
-            found = self.rewritten[self.capture.key] = self._rewrite()
+            # Who asks may record gradients, or not; what the graph's calls do is what equations go by.
+            with torch.set_grad_enabled(self._with_gradients):
+                found = self.rewritten[self.capture.key] = self._rewrite()
         return found
 
     def _rewrite(self) -> GraphModule:

@@ -183,6 +183,54 @@ def test_training_is_in_float32_and_the_report_says_so():
 
 @needs_vnni
 @pytest.mark.captured
+def test_a_graph_is_rewritten_for_the_gradients_that_it_records_whoever_asks():
+    """Another k of a net whose sizes vary rewrites all its graphs at the next call, and the report those that it shows."""
+    net, x = made()
+    fast, plain = (sj_tac.convert(net, policy(2, **more), example_input=x) for more in ({"dtype": "int8"}, {}))
+    for frames_of_call in (x, x[:5], x):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                fast(frames_of_call)
+            functional.reset_net(fast)
+    sj_tac.set_k(fast, 3), sj_tac.set_k(plain, 3)
+    with torch.no_grad():
+        fast(x)  # looks at the graphs with gradients, too
+        sj_tac.report(fast)
+    functional.reset_net(fast)
+    for one in (fast, plain):
+        one.zero_grad()
+        one(x).sum().backward()
+    for a, b in zip(fast.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    functional.reset_net(fast)
+    assert sj_tac.report(fast)["blocks.1.0"].dtype == "int8"
+    assert check(net, fast, x, 3)
+
+
+@needs_vnni
+@pytest.mark.captured
+def test_maps_that_leave_a_contiguous_net_are_contiguous_and_a_dropout_in_eval_is_nothing():
+    torch.manual_seed(0)
+    layers = conv(2, 6, padding=1), norm(6), node("lif"), nn.Dropout(0.5), conv(6, 6, padding=1), norm(6), node("lif")
+    net, x = nn.Sequential(*layers).eval(), frames(4, 2, 2, 6, 6)
+    net = awake(net, x)
+    fast = sj_tac.convert(net, policy(2, dtype="int8"))
+    with torch.no_grad():
+        out = fast(x)
+    assert not asked(fast)["4"]
+    assert out.view(4, 2, -1).any()
+    last = sj_tac.convert(net.to(memory_format=torch.channels_last), policy(2, dtype="int8"))
+    with torch.no_grad():
+        assert last(x).flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
+    # A bias that is written behind the net's back counts at once.
+    fast[4].bias.data.add_(1.0)
+    functional.reset_net(fast)
+    with torch.no_grad():
+        assert not torch.equal(fast(x), out)
+
+
+@needs_vnni
+@pytest.mark.captured
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -56,7 +56,7 @@ def run(gm: GraphModule, settings: Mapping[str, Any], in_int8: Container[str] = 
     marks.want_int8(graph, in_int8)
     marks.replace_marks(graph, settings)
     if not writes.switches_modes(graph):
-        for equation in (writes.functionalize, writes.freeze, *ORDER):
+        for equation in (writes.skip_dropouts, writes.functionalize, writes.freeze, *ORDER):
             begin(graph, equation)
             equation(graph)
             if equation in ORDER:

@@ -90,7 +90,19 @@ def in_int8(graph: Graph) -> None:
     for node in each(graph):  # what was contiguous may be in channels_last behind a convolution in int8
         if node.target == "view" and not is_frozen(node) and not any(isinstance(a, torch.dtype) for a in node.args):
             node.target = "reshape"
+    weights = [argument(node, 1, "weight").meta["example_value"] for node in layers]
     _Rewriting(graph, top).run(layers)
+    if all(weight.is_contiguous() for weight in weights):
+        _leave_contiguous(graph)
+
+
+def _leave_contiguous(graph: Graph) -> None:
+    """Give maps that leave a net in contiguous memory such memory: a user may take views of them. Voltages are nobody's."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    for node in output.all_input_nodes:
+        voltage = node.target is operator.getitem and node.args[1] == 1
+        if is_tensor(node) and node.op != "placeholder" and len(shape(node)) > 3 and not voltage:
+            output.replace_input_with(node, emit(output, "contiguous", (node,)))
 
 
 def is_layer(node: Node) -> bool:

@@ -146,10 +146,8 @@ def only_reader(node: Node) -> Node | None:
 
 
 def is_eval(node: Node) -> bool:
-    """Return whether a batch norm or a dropout treats every frame alike, by stored numbers or not at all."""
-    if node.target is F.batch_norm:
-        return not argument(node, 5, "training", False) and isinstance(argument(node, 1, "running_mean"), Node)
-    return node.target not in (F.dropout, F.dropout2d) or not argument(node, 2, "training", True)
+    """Return whether a batch norm treats every frame alike, by stored numbers."""
+    return not argument(node, 5, "training", False) and isinstance(argument(node, 1, "running_mean"), Node)
 
 
 def memory(node: Any) -> Any:

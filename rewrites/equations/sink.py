@@ -35,7 +35,7 @@ WEIGHTED = {*CONVS, F.linear, torch.conv_transpose1d, torch.conv_transpose2d, to
 # Functions of the rows of dimension 0, one by one, and how many dimensions their input has at least: with one fewer,
 # dimension 0 would be that of channels.
 BY_ROW = {
-    **CONVS, F.linear: 2, F.batch_norm: 2, F.dropout: 1, F.dropout2d: 4, F.relu: 1, torch.relu: 1, "relu": 1,
+    **CONVS, F.linear: 2, F.batch_norm: 2, F.relu: 1, torch.relu: 1, "relu": 1,
     F.max_pool1d: 3, F.max_pool2d: 4, torch.max_pool2d: 4, F.avg_pool2d: 4, F.adaptive_avg_pool2d: 4, F.avg_pool1d: 3,
 }  # fmt: skip
 # Functions of each element; "to" of a dtype, as convolutions in half precision have it.
@@ -99,8 +99,7 @@ def _compact(node: Node) -> Node | None:
     if node.target in BY_ROW and len(shape(expands[0])) >= BY_ROW[node.target]:
         if node.target is F.batch_norm and not is_eval(node):
             return _live_norm(node, y, k, steps)
-        if is_eval(node):
-            return emit(node, node.target, (y, *node.args[1:]), dict(node.kwargs))
+        return emit(node, node.target, (y, *node.args[1:]), dict(node.kwargs))
     return None
 
 

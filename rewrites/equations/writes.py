@@ -27,6 +27,7 @@ from sj_tac.rewrites.equations.nodes import (
     is_tensor,
     memory,
     outputs_share,
+    replace,
     shape,
 )  # fmt: skip
 
@@ -77,6 +78,13 @@ def _inplace(node: Node) -> bool:
     inner = node.args[0] if node.args else None
     functional = getattr(node.target, "__module__", "") == "torch.nn.functional"
     return functional and is_tensor(inner) and is_tensor(node) and memory(inner) == memory(node)
+
+
+def skip_dropouts(graph: Graph) -> None:
+    """dropout(x) = x in eval mode: the tensor itself, which torch gives back, too."""
+    for node in list(graph.nodes):
+        if node.target in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d) and not argument(node, 2, "training", True):
+            replace(node, argument(node, 0, "input"))
 
 
 def functionalize(graph: Graph) -> None:

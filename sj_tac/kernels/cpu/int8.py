@@ -109,20 +109,19 @@ class Operator:
     def __init__(self) -> None:
         # Replaced as a whole: another thread may be reading it.
         self._known: tuple[Any, Tensor, Any, Tensor] | None = None
-        self._folded: tuple[Any, Tensor, Tensor] | None = None
+        self._folded: tuple[Any, Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, S: int, norm: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return drives in float32 of whole numbers x, S times the frames; norm: (scale, shift) [C] behind them, or None."""
         pack, own = self._pack(weight)
-        known, parts = self._folded, (own, bias, S, norm)
-        version = None if bias is None else (bias._version, bias.data_ptr())
-        if known is None or known[0][1] != version or any(a is not b for a, b in zip(known[0][0], parts, strict=True)):
-            scale = own / S
-            shift = torch.zeros_like(own) if bias is None else bias.detach()
+        known, parts = self._folded, (own, S, norm)
+        add = torch.zeros_like(own) if bias is None else bias.detach()
+        if known is None or any(a is not b for a, b in zip(known[0], parts, strict=True)) or not torch.equal(known[1], add):
+            scale, shift = own / S, add.clone()
             if norm is not None:
                 scale, shift = scale * norm[0], shift * norm[0] + norm[1]
-            known = self._folded = ((parts, version), scale, shift)
-        return self._run(x, pack, known[1], known[2])
+            known = self._folded = parts, add.clone(), scale, shift
+        return self._run(x, pack, known[2], known[3])
 
     def run(self, x: Tensor, w8: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """Return ``scale * (w8 * x) + shift``."""
