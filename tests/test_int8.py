@@ -184,17 +184,16 @@ def test_training_is_in_float32_and_the_report_says_so():
 @needs_vnni
 @pytest.mark.captured
 def test_a_graph_is_rewritten_for_the_gradients_that_it_records_whoever_asks():
-    """Another k of a net whose sizes vary rewrites all its graphs at the next call, and the report those that it shows."""
+    """At another k a report rewrites the graphs that it shows, also those with gradients, and the next call some."""
     net, x = made()
     fast, plain = (sj_tac.convert(net, policy(2, **more), example_input=x) for more in ({"dtype": "int8"}, {}))
-    for frames_of_call in (x, x[:5], x):
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad):
-                fast(frames_of_call)
-            functional.reset_net(fast)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            fast(x)
+        functional.reset_net(fast)
     sj_tac.set_k(fast, 3), sj_tac.set_k(plain, 3)
     with torch.no_grad():
-        fast(x)  # looks at the graphs with gradients, too
+        fast(x)
         sj_tac.report(fast)
     functional.reset_net(fast)
     for one in (fast, plain):
