@@ -46,8 +46,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch):
     """Small layers, too, and an error of an equation is an error."""
-    monkeypatch.setattr(integers, "LEAST_TERMS", 1)
-    monkeypatch.setattr(integers, "LEAST_CHANNELS", 1)
+    monkeypatch.setattr(integers, "LEAST_MULTIPLICATIONS", 1)
     monkeypatch.setenv("SJ_TAC_STRICT", "1")
 
 
@@ -163,6 +162,18 @@ def test_a_net_in_int8_goes_through_all_that_a_net_goes_through(tmp_path):
     back = sj_tac.restore(fast)
     with torch.no_grad():
         assert torch.equal(back(x), net(x))
+
+
+@needs_vnni
+@pytest.mark.captured
+def test_a_layer_with_little_to_do_stays_in_float32(monkeypatch):
+    net, x = made()
+    monkeypatch.setattr(integers, "LEAST_MULTIPLICATIONS", 6 * 6 * 9 * 8 * 6 * 9 + 1)
+    for repeats, is_in_int8 in ((1, False), (2, True)):  # of 3 * 2 frames at k = 2, then of 3 * 4
+        fast = sj_tac.convert(net, policy(2, dtype="int8"), example_input=x)
+        with torch.no_grad():
+            fast(x.repeat(1, repeats, 1, 1, 1))
+        assert ("multiplications a call are too few" in asked(fast)["blocks.1.0"]) is not is_in_int8
 
 
 @needs_vnni

@@ -15,6 +15,7 @@ and what reads them as frames gets ``sums / S`` in float32.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from torch.fx import Graph, Node
 from sj_tac import host
 from sj_tac.definition.ops import groups
 from sj_tac.kernels.cpu import aggregate as on_cpu, int8
-from sj_tac.kernels.cpu.int8 import LEAST_CHANNELS, LEAST_TERMS, MOST, whole_sums, whole_weights
+from sj_tac.kernels.cpu.int8 import LEAST_MULTIPLICATIONS, MOST, whole_sums, whole_weights
 from sj_tac.kernels.pools import AVG_POOL
 from sj_tac.rewrites.equations.fuse import fire
 from sj_tac.rewrites.equations.nodes import (
@@ -125,11 +126,15 @@ def _problem(node: Node, whole: Whole | None) -> str:
         return "a convolution in groups is no faster in int8"
     if whole is None:
         return "what it reads is not known to be spikes, or sums of them"
-    outputs, channels, *kernel = shape(weight)
-    terms = channels * torch.Size(kernel).numel()
-    if terms < LEAST_TERMS or min(outputs, channels) < LEAST_CHANNELS:
-        return f"its weight {list(shape(weight))} is too small for int8 to be faster"
+    count = math.prod(map(_about, shape(node))) * math.prod(shape(weight)[1:])
+    if count < LEAST_MULTIPLICATIONS:
+        return f"its {count:,} multiplications a call are too few for int8 to be faster"
     return ""
+
+
+def _about(size: Any) -> int:
+    """Return a size, or what it was when the net was captured."""
+    return size if isinstance(size, int) else size.node.hint or 1
 
 
 def _whole(node: Any) -> Whole | None:

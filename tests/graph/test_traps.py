@@ -142,7 +142,7 @@ def test_3_schedules_of_numbers_take_two_captures(name):
     for step in range(12):
         for of in nodes:
             for m, threshold in zip(of, before, strict=True):
-                m.v_threshold = threshold * (1 - 0.01 * step)
+                m.v_threshold = threshold * (1 - 0.04 * step)
                 if hasattr(m, "tau"):
                     m.tau = 2 + 0.1 * step
                 m.surrogate_function.alpha = 2 + 0.1 * step
