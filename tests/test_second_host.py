@@ -10,7 +10,7 @@ from sj_tac import host
 pytestmark = pytest.mark.exhaustive
 # Folders and files, each for a process of its own.
 PLACES = [
-    "idioms", "operators", "measure", "calls", "compat", "tuning", "kernels/test_reference.py", "test_capturing.py",
+    "idioms", "operators", "measure", "compat", "tuning", "kernels/test_reference.py", "test_capturing.py",
     "test_collapse.py", "test_convert.py", "test_converted_nets.py", "test_definition_modules.py", "test_definition_ops.py",
     "test_dtype.py", "test_edited.py", "test_gone_around.py", "test_hosts.py", "test_layers.py", "test_other_tools.py",
     "test_policy.py", "test_random_graphs.py", "test_saving.py", "test_schedule.py", "test_zoo.py",
