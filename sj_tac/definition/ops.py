@@ -81,10 +81,10 @@ def stepped(x: Tensor, v: Tensor | None, w: Tensor | None, *of: Any) -> tuple[Te
 
     Args:
         v: the voltage to begin with, in the dtype of steps; None where the neuron is at rest. w: of a ParametricLIFNode.
-        of: ``host.Numbers``, with the surrogate as its place in ``host.FUSED_SURROGATES``, and that one's alpha.
+        of: ``host.Numbers``, with the surrogate as its number in ``host.SURROGATES_BY_NUMBER``, and that one's alpha.
     """
     *numbers, surrogate, alpha = of
-    known = host.Numbers._make([*numbers, host.FUSED_SURROGATES[surrogate](alpha=alpha)])
+    known = host.Numbers._make([*numbers, host.SURROGATES_BY_NUMBER[surrogate](alpha=alpha)])
     drives = x.to(host.wide_dtype(x.dtype))
     voltage = torch.full_like(drives[0], 0.0 if known.reset is None else known.reset) if v is None else v
     spikes, last = host.steps_of(known, drives, voltage, w)

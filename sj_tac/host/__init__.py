@@ -15,6 +15,7 @@ from sj_tac.host.layers import (
 )
 from sj_tac.host.neurons import (
     FUSED_SURROGATES as FUSED_SURROGATES,
+    SURROGATES_BY_NUMBER as SURROGATES_BY_NUMBER,
     Numbers as Numbers,
     decay as decay,
     fire_and_reset as fire_and_reset,

@@ -230,6 +230,7 @@ class ChargeMode(IntEnum):
 _SURROGATES = ("Sigmoid", "ATan", "PiecewiseQuadratic", "PiecewiseExp", "SoftSign", "SuperSpike", "Erf")
 _NUMBERS = {getattr(surrogate, name): i for i, name in enumerate(_SURROGATES) if hasattr(surrogate, name)}
 FUSED_SURROGATES: tuple[type[nn.Module], ...] = tuple(_NUMBERS)
+SURROGATES_BY_NUMBER: dict[int, Any] = {number: cls for cls, number in _NUMBERS.items()}
 
 
 def fused_surrogate(node: Any) -> tuple[int, float] | None:
