@@ -51,7 +51,7 @@ def bound(net: nn.Module, x: Tensor, k: int) -> Callable[[], None]:
             y = frames.float()
             calls.append(lambda m=m, y=y: F.conv2d(y, m.weight, m.bias, m.stride, m.padding))
             continue
-        run = int8.Convolution(m.stride, m.padding, m.dilation) if isinstance(m, nn.Conv2d) else int8.Linear()
+        run = int8.convolution(m.stride, m.padding, m.dilation) if isinstance(m, nn.Conv2d) else int8.linear()
         calls.append(lambda run=run, m=m, frames=frames: run(frames, m.weight, None, 1, None))
 
     def all_of_them() -> None:

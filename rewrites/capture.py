@@ -251,7 +251,7 @@ class Capture:
         if call is None:
             call = self._functions[variant] = torch.compile(_call_function(), backend=self.backend, **_OPTIONS)
         if self.failed:
-            return called(self.net, *args, **kwargs)
+            return _call(self.net, *args, **kwargs)
         before, ops.CAPTURE.marks = getattr(ops.CAPTURE, "marks", False), True
         try:
             # DistributedDataParallel would have Dynamo split graphs at its buckets, for an overlap that needs Inductor. What
@@ -276,7 +276,7 @@ class Capture:
             raise problem
         self.failed = f"Dynamo's own code failed on its forward ({type(problem).__name__}: {problem})"
         self.tell(self.failed)
-        return called(self.net, *args, **kwargs)
+        return _call(self.net, *args, **kwargs)
 
 
 def _gone_around(gm: GraphModule, examples: list[Any], net: nn.Module) -> list[Sharing]:
@@ -309,12 +309,11 @@ def _is_dynamos(error: BaseException) -> bool:
     return place.startswith(os.path.dirname(torch._dynamo.__file__))
 
 
-def called(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a net as torch would, past its gate: its hooks and its forward, as they are defined."""
-    return type(net)._call_impl(net, *args, **kwargs)  # type: ignore[no-untyped-call]
+def _call(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _call_function() -> Callable[..., Any]:
     """Return a function with a code object of its own: Dynamo's limits and caches are per code object."""
-    code: CodeType = called.__code__.replace(co_name=f"sj_tac_call_{next(_NUMBER)}")
+    code: CodeType = _call.__code__.replace(co_name=f"sj_tac_call_{next(_NUMBER)}")
     return FunctionType(code, globals())

@@ -33,7 +33,7 @@ def _features() -> frozenset[str]:
 
 
 def computes_in(dtype: str, device: torch.device) -> bool:
-    """Whether a device has instructions for a dtype of floating point; of devices other than CPUs and CUDA's nobody asks."""
+    """Whether a device has instructions for a dtype of floating point; other kinds than CPUs and CUDA's are said to."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= _CAPABILITY[dtype]
     return device.type != "cpu" or not _features().isdisjoint(_INSTRUCTIONS[dtype])
@@ -90,8 +90,8 @@ def as_captured(verdicts: Iterable[Verdict], graphs: Iterable[Any]) -> Iterator[
     seen = [graph.float32() for graph in graphs]
     for verdict in verdicts:
         why = [found[verdict.layer] for found in seen if verdict.layer in found]
-        if verdict.dtype == INT8 and why and all(why):
-            detail = "; ".join(filter(None, (verdict.detail, wide(why[-1]))))
+        if verdict.dtype == INT8 and seen and all(why):
+            detail = "; ".join(filter(None, (verdict.detail, wide(why[-1] if why else "no captured call shares it"))))
             verdict = replace(verdict, dtype=SOURCE, detail=detail)
         yield verdict
 

@@ -36,7 +36,7 @@ from sj_tac.definition.noted import NotedNorm
 from sj_tac.errors import BackendError, CaptureWarning, ConversionError
 from sj_tac.host import dispatch
 from sj_tac.kernels import backends
-from sj_tac.rewrites.capture import Capture, called
+from sj_tac.rewrites.capture import Capture
 
 _GLOBAL_HOOKS = [
     getattr(every_module, name)
@@ -64,7 +64,7 @@ class Gate:
         self.net, self.backend, self.capture = net, backend, Capture(net, backend)
         self._problems: dict[str, str] = {}
         self._was_inference, self._variables = False, dict(_VARIABLES)
-        self._lock = threading.RLock()
+        self._lock, self._is_announced = threading.RLock(), False
         self._watch()
 
     def _watch(self) -> None:
@@ -115,10 +115,10 @@ class Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or getattr(ops.CAPTURE, "defined", False):
-            return called(self.net, *args, **kwargs)
+            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         # torch says so in every thread while one compiles; one that exports has modes of its own.
         if torch.compiler.is_compiling() and dispatch.is_transformed():
-            return called(self.net, *args, **kwargs)
+            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         before, ops.CAPTURE.inside = getattr(ops.CAPTURE, "inside", False), True
         try:
             # A net has one set of voltages, and Dynamo must not look at it while another thread's call writes it.
@@ -128,6 +128,8 @@ class Gate:
             ops.CAPTURE.inside = before
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_announced:
+            self.announce(self)
         inference = torch.is_inference_mode_enabled()
         if self._was_inference and not inference:
             self._leave_inference()
@@ -136,7 +138,7 @@ class Gate:
         if blocked:
             self.capture.tell(blocked)
         if blocked or self._no_kernels(args, kwargs):
-            return called(self.net, *args, **kwargs)
+            return self.net._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if not self._is_as_captured():
             self.capture.forget()
         self.capture.look()
@@ -150,6 +152,7 @@ class Gate:
 
     def announce(self, gate: Gate | None) -> None:
         """Let the net's convolutions know that its calls are captured, so that they say if a call goes around them."""
+        self._is_announced = gate is not None
         for sharing in self.capture.shared.values():
             sharing.gate = gate
 
@@ -201,7 +204,7 @@ def as_defined() -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """Return None, for a gate that is copied or pickled: the copy's first call makes a gate of its own (``FirstCall``)."""
+    """Return None, for a gate that is copied or pickled: the copy's first call makes a gate of its own (``Attach``)."""
 
 
 def _methods(kind: type) -> list[str]:
@@ -221,19 +224,19 @@ def _tensors(x: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(map(_tensors, x))
 
 
-class FirstCall:
-    """``_call_impl`` of a converted net: a copied or unpickled one, which has lost its gate, gets one of its own.
+class Attach:
+    """Forward pre-hook of a converted net: copies and unpickled nets, which have lost their gate, get one of their own."""
 
-    torch's modules are copied and pickled without their ``_compiled_call_impl``, and with all else that is set on them.
-    """
+    of_sj_tac: ClassVar[bool] = True
 
-    def __init__(self, net: nn.Module, backend: str) -> None:
-        self.net, self.backend = net, backend
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or gate_of(self.net) is not None:
-            return called(self.net, *args, **kwargs)
-        return attach(self.net, self.backend)(*args, **kwargs)
+    def __call__(self, net: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and net._compiled_call_impl is None:
+            attach(net, self.backend).announce(
+                None
+            )  # this call runs as it is defined: none of its parts may say that it does
 
 
 class Forget:
@@ -259,7 +262,7 @@ def attach(net: nn.Module, backend: str) -> Gate:
 def capture_calls(net: nn.Module, backend: str) -> None:
     """Let calls of a net, and of its copies, go through a gate, and run these kernels."""
     if gate_of(net) is None:
-        net.__dict__["_call_impl"] = FirstCall(net, backend)
+        net.register_forward_pre_hook(Attach(backend))
         attach(net, backend)
 
 
@@ -287,11 +290,11 @@ _REPLACED: dict[str, Callable[..., None]] = {"compile": keep_capture, "_replicat
 def detach(net: nn.Module) -> None:
     """Let a net's calls run its own forward again."""
     gate = gate_of(net)
-    for name in ("_compiled_call_impl", "_call_impl", *_REPLACED):
+    for name in ("_compiled_call_impl", *_REPLACED):
         net.__dict__.pop(name, None)
     if gate is not None:
         gate.announce(None)
-    drop_hooks(net, Forget)
+    drop_hooks(net, Attach, Forget)
 
 
 def gate_of(net: nn.Module) -> Gate | None:

@@ -80,7 +80,7 @@ def _convolved(
 ) -> tuple[Tensor, Convolution | None]:
     """Return drives that are not there yet, and what computes them; or drives, and None.
 
-    Only in channels_last, which torch would give them, too; and where nobody differentiates.
+    The kernel computes them in channels_last, where torch would give them that format, and in calls without gradients.
     """
     last = any(not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
     if not last or torch.is_grad_enabled():

@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from spikingjelly.activation_based import functional, layer
 from support import NEURONS, awake, conv, frames, node, norm
 from torch import nn
+from torch.nn.utils import prune
 
 import sj_tac
 from sj_tac.errors import BackendFallbackWarning, PolicyError
@@ -156,6 +157,8 @@ def test_a_net_in_int8_goes_through_all_that_a_net_goes_through(tmp_path):
     sj_tac.save(fast, tmp_path / "net.pt")
     for other in (copy.deepcopy(fast), sj_tac.load(tmp_path / "net.pt", copy.deepcopy(net), example_input=x)):
         with torch.no_grad():
+            other(x)  # a copy's first call runs as it is defined
+            functional.reset_net(other)
             assert torch.equal(other(x), fast(x))
         functional.reset_net(fast)
     assert list(fast.state_dict()) == list(net.state_dict())
@@ -237,6 +240,59 @@ def test_maps_that_leave_a_contiguous_net_are_contiguous_and_a_dropout_in_eval_i
     functional.reset_net(fast)
     with torch.no_grad():
         assert not torch.equal(fast(x), out)
+
+
+class OneNeuron(nn.Module):
+    """One neuron behind three convolutions: each call begins with the voltage of the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs, self.neuron = nn.ModuleList(conv(i, 6, padding=1) for i in (2, 6, 6)), node("lif", v_threshold=0.3)
+
+    def forward(self, x):
+        x = self.neuron(self.convs[0](x))
+        return self.neuron(self.convs[2](self.neuron(self.convs[1](x)) + x))
+
+
+@needs_vnni
+@pytest.mark.captured
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_neuron_that_is_called_again_begins_with_its_voltage(k):
+    torch.manual_seed(0)
+    net, x = OneNeuron().eval(), frames(6, 2, 2, 6, 6)
+    fast = sj_tac.convert(net, policy(k, dtype="int8"), example_input=x)
+    assert check(net, fast, x, k)
+
+
+@needs_vnni
+@pytest.mark.captured
+def test_a_weight_that_each_call_computes_stays_in_float32():
+    """A mask of torch.nn.utils.prune, of which one number changes between two calls."""
+    net, x = made()
+    prune.random_unstructured(net.blocks[1][0], "weight", 0.2)
+    net.blocks[1][0].weight = net.blocks[1][0].weight.detach()  # what can be copied; the next call computes it
+    fast, plain = (sj_tac.convert(net, policy(2, **more), example_input=x) for more in ({"dtype": "int8"}, {}))
+    for one in (fast, plain):
+        with torch.no_grad():
+            one(x)
+        one.blocks[1][0].weight_mask[0, 0] = 0
+        functional.reset_net(one)
+    with torch.no_grad():
+        fast(x), plain(x)
+    assert "computed in each call" in asked(fast)["blocks.1.0"]
+    assert torch.equal(voltages(fast)[1], voltages(plain)[1])
+
+
+@needs_vnni
+@pytest.mark.captured
+def test_a_layer_that_no_equation_saw_is_not_said_to_be_in_int8():
+    net, x = made()
+    net.blocks[1][0].padding_mode = "circular"
+    net.blocks[1][0]._reversed_padding_repeated_twice = [1, 1, 1, 1]
+    fast = sj_tac.convert(net, policy(2, dtype="int8"), example_input=x)
+    with torch.no_grad():
+        fast(x)
+    assert asked(fast)["blocks.1.0"].endswith("no Conv2d or Linear reads its input as it is")
 
 
 @needs_vnni

@@ -41,10 +41,10 @@ def absorb(graph: Graph) -> None:
             _, weights, by, steps, form = reader.args
             if not same(steps, node.kwargs["steps"]):
                 continue
+            if not moves(node, spikes, reader):  # behind the nodes that make the weights
+                continue
             k = len(weights) if by is None else shape(by)[0]
             node.kwargs = {**node.kwargs, "sums": (k, tuple(weights), by, form)}
-            for moved in (node, *node.users):  # behind the nodes that make the weights
-                reader.prepend(moved)
             sizes = shape(spikes)
             _give(spikes, reader, (groups(sizes[0], k), *sizes[1:]))
 
@@ -56,6 +56,19 @@ def _fires(graph: Graph) -> Iterator[tuple[Node, Node]]:
             yield from (
                 (node, u) for u in node.users if u.target is operator.getitem and u.args[1] == 0 and not is_frozen(u)
             )
+
+
+def moves(node: Node, spikes: Node, before: Node) -> bool:
+    """Move a neuron and what it gives in front of the one node that reads its spikes, if its voltage is not read earlier.
+
+    A neuron that is called again begins with it.
+    """
+    order = {n: place for place, n in enumerate(node.graph.nodes)}
+    if any(order[user] < order[before] for given in node.users if given is not spikes for user in given.users):
+        return False
+    for moved in (node, *node.users):
+        before.prepend(moved)
+    return True
 
 
 def window(pool: Node) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ of the convolution alone (kernels/cpu/int8.py). Whole numbers stay whole through
     adaptive AvgPool to more places                each several times
     a + b                                          of the same S: as many spikes deep as both
     aggregate(a + b) = aggregate(a) + aggregate(b)
-    fire(..) + b = fire(.., joined=b)              nobody else reads the spikes
+    fire(..) + b = fire(.., joined=b)              no other node reads the spikes
 
 and what reads them as frames gets ``sums / S`` in float32.
 """
@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from sj_tac import host
-from sj_tac.definition.ops import groups
 from sj_tac.kernels.cpu import aggregate as on_cpu, int8
 from sj_tac.kernels.cpu.int8 import LEAST_MULTIPLICATIONS, MOST, whole_sums, whole_weights
 from sj_tac.kernels.pools import AVG_POOL
+from sj_tac.rewrites.equations import absorb
 from sj_tac.rewrites.equations.fuse import fire
 from sj_tac.rewrites.equations.nodes import (
     ADDS,
@@ -74,11 +74,10 @@ class Whole(NamedTuple):
 def in_int8(graph: Graph) -> None:
     """Run in int8 the layers that were asked to, where what they read is known to be whole numbers.
 
-    ``graph.sj_tac_int8``: by layer, why it is not run so; empty where it is.
+    ``graph.sj_tac_int8`` (``marks.want_int8``): by layer, why it is not run so; empty where it is.
     """
     wanted = {node: node.meta[WANTED_IN_INT8] for node in graph.nodes if WANTED_IN_INT8 in node.meta and is_layer(node)}
-    found: dict[str, str] = {}
-    graph.sj_tac_int8 = found  # type: ignore[attr-defined]
+    found: dict[str, str] = graph.sj_tac_int8  # type: ignore[attr-defined]
     layers: dict[Node, Whole] = {}
     for node, layer in wanted.items():
         whole = _whole(node.args[0])
@@ -98,7 +97,7 @@ def in_int8(graph: Graph) -> None:
 
 
 def _leave_contiguous(graph: Graph) -> None:
-    """Give maps that leave a net in contiguous memory such memory: a user may take views of them. Voltages are nobody's."""
+    """Copy maps that leave a contiguous net into contiguous memory: a user may take views of them. Voltages stay."""
     output = next(node for node in graph.nodes if node.op == "output")
     for node in output.all_input_nodes:
         voltage = node.target is operator.getitem and node.args[1] == 1
@@ -124,6 +123,8 @@ def _problem(node: Node, whole: Whole | None) -> str:
         return "only Conv2d and Linear with a padding in numbers run in int8"
     if node.target is torch.conv2d and argument(node, 6, "groups", 1) != 1:
         return "a convolution in groups is no faster in int8"
+    if weight.op not in ("placeholder", "get_attr"):
+        return "its weight is computed in each call"  # and is no parameter whose changes could be told
     if whole is None:
         return "what it reads is not known to be spikes, or sums of them"
     count = math.prod(map(_about, shape(node))) * math.prod(shape(weight)[1:])
@@ -202,10 +203,15 @@ def _agreed(layers: dict[Node, Whole], found: dict[str, str], wanted: dict[Node,
 
 
 def _off(whole: Whole, top: int) -> float:
-    """Return by how much frames' shares are off at most, as far as is known before a call."""
-    if whole.sums is None or whole.sums[1] is not None:
+    """Return by how much frames' shares are off at most, whatever a call brings that is not known yet."""
+    if whole.sums is None:
         return 0.0
-    return whole_weights((whole.sums[0],), top)[2]
+    weights, by, steps = whole.sums
+    if by is not None:
+        return 1 / top  # rounding to a sum of ``top``
+    if type(steps) is int:
+        return whole_sums(weights, None, steps, top)[2]
+    return max(whole_weights((weights, weights[-tail:]), top)[2] for tail in range(1, len(weights) + 1))
 
 
 def _scale(sums: tuple[Any, ...] | None, area: int, top: int) -> int:
@@ -247,10 +253,10 @@ def _layer(node: Node, top: int) -> Callable[..., Tensor]:
 
     norms = host.Affine()
     if node.target is F.linear:
-        run: int8.Operator = int8.Linear()
+        run = int8.linear()
     else:
         given = (argument(node, 3, "stride", 1), argument(node, 4, "padding", 0), argument(node, 5, "dilation", 1))
-        run = int8.Convolution(*map(pair, given))
+        run = int8.convolution(*map(pair, given))
 
     def layer_in_int8(x: Tensor, weight: Tensor, bias: Any, norm: Any, sums: tuple[Any, ...] | None, area: int) -> Tensor:
         pair = None if norm is None else norms.of(norm[-1], *norm[:-1])
@@ -260,7 +266,7 @@ def _layer(node: Node, top: int) -> Callable[..., Tensor]:
 
 
 class _Rewriting:
-    """Builds, beside frames in float32, the whole numbers that layers read; what nobody reads then goes."""
+    """Builds the whole numbers that layers read, beside frames in float32, and erases the nodes that have no reader then."""
 
     def __init__(self, graph: Graph, top: int) -> None:
         self.graph, self.top = graph, top
@@ -276,12 +282,14 @@ class _Rewriting:
             given = (x, argument(node, 1, "weight"), argument(node, 2, "bias"), norm, whole.sums, whole.area)
             fake = node.meta["example_value"]
             replace(node, emit(node, _layer(node, self.top), given, made=lambda fake=fake: fake.new_empty(fake.shape)))
-        for spikes in self._roots:
-            _sweep(self.graph)
-            self._absorb(spikes)
         _sweep(self.graph)
+        absorb.absorb(self.graph)
         for spikes in self._roots:
             self._join(spikes)
+        for node in each(self.graph):
+            if node.target is AGGREGATE and dtype(node.args[0]) is torch.uint8:
+                frames, weights, by, steps, _ = node.args
+                replace(node, self._like(node, aggregate, (frames, tuple(weights), by, steps, self.top)))
 
     def numbers(self, node: Node) -> Node:
         """Return the node of a node's whole numbers."""
@@ -332,22 +340,8 @@ class _Rewriting:
                 parts = tuple(self._aggregate(node, part, weights, by, steps) for part in rows.args)
                 self._made[key] = self._like(node, add, parts)
             else:
-                self._made[key] = self._like(node, aggregate, (self.numbers(x), weights, by, steps, self.top))
+                self._made[key] = self._like(node, AGGREGATE, (self.numbers(x), list(weights), by, steps, "normalized"))
         return self._made[key]
-
-    def _absorb(self, spikes: Node) -> None:
-        """aggregate(fire(..)) = fire(.., sums), where no other node reads the spikes."""
-        reader, node = only_reader(spikes), spikes.args[0]
-        if reader is None or reader.target is not aggregate or not same(reader.args[3], node.kwargs["steps"]):
-            return
-        _, weights, by, _, _ = reader.args
-        k = len(weights) if by is None else shape(by)[0]
-        node.kwargs = {**node.kwargs, "sums": (k, weights, by, "normalized")}
-        _move(reader, node)
-        sizes, fake = shape(spikes), spikes.meta["example_value"]
-        with fake.fake_mode:
-            spikes.meta["example_value"] = fake.new_empty((groups(sizes[0], k), *sizes[1:]))
-        replace(reader, emit(reader, "reshape", (spikes, (-1, *shape(reader)[1:]))))
 
     def _join(self, spikes: Node) -> None:
         """fire(..) + b = fire(.., joined=b), where no other node reads the spikes."""
@@ -357,8 +351,9 @@ class _Rewriting:
         part, other = reader.args if through_reshapes(reader.args[0]) is spikes else reversed(reader.args)
         if through_reshapes(other) is spikes:
             return
+        if not absorb.moves(node, spikes, reader):
+            return
         node.kwargs = {**node.kwargs, "joined": other}
-        _move(reader, node)
         reshapes = [part]
         while reshapes[0] is not spikes:
             reshapes.insert(0, reshapes[0].args[0])
@@ -367,14 +362,8 @@ class _Rewriting:
         replace(reader, part)
 
 
-def _move(before: Node, node: Node) -> None:
-    """Move a fire, and what takes its results apart, behind all that it reads now."""
-    for moved in (node, *node.users):
-        before.prepend(moved)
-
-
 def _sweep(graph: Graph) -> None:
-    """Erase what nobody reads any more of what is whole now, and of the frames beside it."""
+    """Erase nodes without a reader, of whole numbers and of the frames beside them."""
     own: Iterable[Any] = (
         {add, aggregate, real, spread, AGGREGATE, EXPAND, torch.cat, F.adaptive_avg_pool2d} | ADDS | RESHAPES
     )

@@ -24,9 +24,11 @@ def powers(decay: Any, k: int, like: Tensor) -> Tensor:
 
 
 def want_int8(graph: Graph, layers: Container[str]) -> None:
-    """Note on convolutions behind marks that their layer was asked to run in int8 (``integers``)."""
+    """Note on convolutions behind marks that their layer was asked to run in int8, for ``integers.in_int8``."""
+    graph.sj_tac_int8 = {}  # type: ignore[attr-defined]
     for node in graph.nodes:
         if node.target is MARK and node.args[5] in layers:
+            graph.sj_tac_int8[node.args[5]] = "no Conv2d or Linear reads its input as it is"  # type: ignore[attr-defined]
             for reader in _readers(node):
                 reader.meta[WANTED_IN_INT8] = node.args[5]
 

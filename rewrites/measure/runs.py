@@ -53,8 +53,7 @@ def uncopied(model: nn.Module) -> tuple[str, str]:
                     "set it to None if a forward keeps it (a feature, a loss), or call the model under torch.no_grad() "
                     "first; make weights plain (torch.nn.utils.prune.remove, torch.nn.utils.remove_weight_norm)"
                 )
-            # The last holds the net itself (gate.FirstCall).
-            if key not in ("_modules", "_parameters", "_buffers", "_call_impl"):
+            if key not in ("_modules", "_parameters", "_buffers"):
                 try:
                     copy.deepcopy(value, dict(memo))
                 except Exception:

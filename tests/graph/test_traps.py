@@ -107,13 +107,14 @@ def test_2_a_relu_in_place_leaves_all_neurons_fused():
 def every_convolution(net, k, example_input):
     """Convert by name: whether a ReLU may stand in front of a neuron is the planner's to say, not the graph's."""
     from sj_tac.definition import convs, neurons
-    from sj_tac.rewrites.gate import capture_calls
+    from sj_tac.rewrites.gate import Attach, attach
 
     net = copy.deepcopy(net)
     of = {f"blocks.{i}.0": convs.Sharing(k, net.neurons[i]) for i in range(3)}
     neurons.swap(net)
     convs.share(net, of)
-    capture_calls(net, "auto")
+    net.register_forward_pre_hook(Attach("auto"))
+    attach(net, "auto")
     return net
 
 

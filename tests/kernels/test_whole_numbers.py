@@ -53,7 +53,7 @@ def test_a_convolution_is_the_float32_one_of_whole_numbers(case):
     x = torch.randint(0, 256, (case["rows"], case["channels"], case["map"], case["map"] + 1), dtype=torch.uint8)
     how = case["stride"], case["padding"], case["dilation"]
     layout = torch.channels_last if case["last"] else torch.contiguous_format
-    run = int8.Convolution(*how)
+    run = int8.convolution(*how)
     found = run(x.contiguous(memory_format=layout), weight, bias, case["S"], norm)
     wanted = expected(lambda w8: F.conv2d(x.double(), w8.double(), None, *how).float(), weight, case, bias, norm)
     assert torch.equal(found, wanted)
@@ -69,7 +69,7 @@ def test_a_convolution_is_the_float32_one_of_whole_numbers(case):
 def test_a_linear_is_the_float32_one_of_whole_numbers(case):
     weight, bias, norm = operands(case, case["out"], case["channels"])
     x = torch.randint(0, 256, (3, 2, case["channels"]), dtype=torch.uint8)
-    found = int8.Linear()(x, weight, bias, case["S"], norm)
+    found = int8.linear()(x, weight, bias, case["S"], norm)
     wanted = expected(lambda w8: (x.double() @ w8.double().t()).float(), weight, case, bias, norm)
     assert torch.equal(found, wanted)
 

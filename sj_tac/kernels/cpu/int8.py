@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -37,8 +37,9 @@ def problem() -> str:
         x = torch.full((1, 64, 4, 4), MOST, dtype=torch.uint8)
         w = torch.full((8, 64, 3, 3), 127, dtype=torch.int8)
         one, none = torch.ones(8), torch.zeros(8)
-        found = Convolution((1, 1), (0, 0), (1, 1)).run(x, w, one, none)
-        rows = Linear().run(x[:, :, 0, 0], w[:, :, 0, 0].contiguous(), one, none)
+        conv, rows_of = convolution((1, 1), (0, 0), (1, 1)), linear()
+        found = conv.run(x, conv.prepack(w), one, none)
+        rows = rows_of.run(x[:, :, 0, 0], rows_of.prepack(w[:, :, 0, 0].contiguous()), one, none)
     except Exception as error:  # the operators are private to torch, and may be others in another version
         return f"the int8 operators of torch {torch.__version__} are not those that sj_tac knows ({error})"
     if bool((found != MOST * 127 * 64 * 9).any()) or bool((rows != MOST * 127 * 64).any()):
@@ -105,11 +106,15 @@ class Operator:
     """One layer's operator: what torch made of its weight is kept until the weight is another.
 
     Weights are compared by version, address and about a thousand of their numbers.
+
+    Args:
+        prepack: takes a weight in int8. run: takes whole numbers, what prepack gave, scale and shift [C].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepack: Callable[[Tensor], Tensor], run: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.prepack, self.run = prepack, run
         # Replaced as a whole: another thread may be reading it.
-        self._known: tuple[Any, Tensor, Any, Tensor] | None = None
+        self._known: tuple[Any, Tensor, Tensor, Tensor] | None = None
         self._folded: tuple[Any, Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, S: int, norm: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -122,58 +127,51 @@ class Operator:
             if norm is not None:
                 scale, shift = scale * norm[0], shift * norm[0] + norm[1]
             known = self._folded = parts, add.clone(), scale, shift
-        return self._run(x, pack, known[2], known[3])
+        return self.run(x, pack, known[2], known[3])
 
-    def run(self, x: Tensor, w8: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """Return ``scale * (w8 * x) + shift``."""
-        return self._run(x, self._prepack(w8), scale, shift)
-
-    def _pack(self, weight: Tensor) -> tuple[Any, Tensor]:
+    def _pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         known, numbers = self._known, weight.detach()
         place = (weight._version if not weight.is_inference() else 0, weight.data_ptr(), weight.shape, weight.stride())
         step = max(1, weight.numel() // 1000)
-        sample = numbers.as_strided((weight.numel() // step,), (step,))
+        if weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last):
+            sample = numbers.as_strided((weight.numel() // step,), (step,))
+        else:  # with gaps, or numbers that stand for several
+            sample = numbers.flatten()[::step]
         if known is None or known[0] != place or not torch.equal(known[1], sample):
             with torch.inference_mode(False):
                 w8, scale = rounded(numbers)
-                known = self._known = place, sample.clone(), self._prepack(w8.contiguous()), scale
+                known = self._known = place, sample.clone(), self.prepack(w8.contiguous()), scale
         return known[2], known[3]
 
-    def _prepack(self, w8: Tensor) -> Any:
-        raise NotImplementedError
 
-    def _run(self, x: Tensor, pack: Any, scale: Tensor, shift: Tensor) -> Tensor:
-        raise NotImplementedError
+def convolution(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Operator:
+    """Return a Conv2d; its output is in channels_last."""
+    how = list(stride), list(padding), list(dilation), 1
 
+    def prepack(w8: Tensor) -> Tensor:
+        return torch.ops.onednn.qconv_prepack(w8, torch.ones(len(w8)), 1.0, 0, *how, None)  # type: ignore[no-any-return]
 
-class Convolution(Operator):
-    """A Conv2d; its output is in channels_last."""
-
-    def __init__(self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> None:
-        super().__init__()
-        self._how = list(stride), list(padding), list(dilation), 1
-
-    def _prepack(self, w8: Tensor) -> Any:
-        return torch.ops.onednn.qconv_prepack(w8, torch.ones(len(w8)), 1.0, 0, *self._how, None)
-
-    def _run(self, x: Tensor, pack: Any, scale: Tensor, shift: Tensor) -> Tensor:
+    def run(x: Tensor, pack: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         zero = torch.zeros(len(scale), dtype=torch.int)
         found: Tensor = torch.ops.onednn.qconv2d_pointwise(
-            x, 1.0, 0, pack, scale, zero, shift, *self._how, 1.0, 0, torch.float32, "none", [], ""
+            x, 1.0, 0, pack, scale, zero, shift, *how, 1.0, 0, torch.float32, "none", [], ""
         )
         return found
 
+    return Operator(prepack, run)
 
-class Linear(Operator):
-    """A Linear, of rows [n, features]."""
 
-    def _prepack(self, w8: Tensor) -> Any:
-        return torch.ops.onednn.qlinear_prepack(w8, None)
+def linear() -> Operator:
+    """Return a Linear, of rows [.., features]."""
 
-    def _run(self, x: Tensor, pack: Any, scale: Tensor, shift: Tensor) -> Tensor:
-        zero = torch.zeros(len(scale), dtype=torch.int)
-        rows = x.flatten(0, -2)
+    def prepack(w8: Tensor) -> Tensor:
+        return torch.ops.onednn.qlinear_prepack(w8, None)  # type: ignore[no-any-return]
+
+    def run(x: Tensor, pack: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        zero, rows = torch.zeros(len(scale), dtype=torch.int), x.flatten(0, -2)
         found: Tensor = torch.ops.onednn.qlinear_pointwise(
             rows, 1.0, 0, pack, scale, zero, shift, 1.0, 0, torch.float32, "none", [], ""
         )
         return found.view(*x.shape[:-1], -1)
+
+    return Operator(prepack, run)
