@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from spikingjelly.activation_based import functional, layer
 from support import NEURONS, awake, conv, frames, node, norm
 from torch import nn
@@ -89,6 +89,11 @@ def assert_alike(found, wanted):
     assert (found - wanted).abs().gt(1e-4).float().mean() < 2e-3
 
 
+def is_exact(sharing, steps, top):
+    weights, by, _ = sharing.operands(torch.float32, None)
+    return int8.whole_sums(tuple(weights), by, steps, top)[2] < 1e-6
+
+
 def check(net, fast, x, k, **how):
     """A net in int8, and the one with rounded weights as it is defined: two calls."""
     with torch.no_grad():
@@ -122,6 +127,9 @@ def test_chains_with_pools_and_sums_are_those_of_rounded_weights(kinds, pools, a
     if last:
         net = net.to(memory_format=torch.channels_last)
     fast = sj_tac.convert(net, policy(k, dtype="int8", weights=weights), example_input=x)
+    # Whole weights may be the nearest ones alone, where the last group is a short one and many spikes are added up.
+    top = 255 // ((1 + sum(adds)) * (4 if POOLS[3] in pools else 1))
+    assume(all(is_exact(module.sharing, steps, top) for module in fast.modules() if hasattr(module, "sharing")))
     names = check(net, fast, x, k, weights=weights)
     refused = {name: why for name, why in asked(fast).items() if why}
     assert refused.pop("blocks.0.0").endswith("what it reads is not known to be spikes, or sums of them")
